@@ -1,15 +1,15 @@
-"""The checker: what every legal plan keeps, a sentence and a function per rule, I1 to I11 in order.
+"""The plan checker: a sentence and a function for each rule of a legal plan, I1 to I11 in order.
 
-The orders are those that make a chunked backward exact (ChunkFlow, Algorithm 2, with its second
-loop descending, since dK,dV of a chunk are complete only after all later chunks). Where a sequence
-branches, what comes before a piece is its path alone.
+The required order of actions makes a chunked backward exact (ChunkFlow, Algorithm 2, with its
+second loop descending, since dK,dV of a chunk are complete only after all later chunks). If a
+sequence branches, "earlier chunks" of a piece are those on its path.
 
-A function yields what breaks its rule: why, and the place of the guilty action or chunk. The first
-break is refused: each function relies on the rules before it and on its own earlier lines. All take
-time linear in the plan.
+Each function yields the violations of its rule: why, and the index of the action or chunk. Only the
+first violation is raised, so each function may rely on the rules before it and on its own earlier
+lines. All take time linear in the plan.
 
-The actions of all ranks stand in one list, rank after rank; `at` is always a place in that list. A
-cell is a number, stage * num_chunks + chunk, so that its neighbours are one addition away.
+The actions of all ranks are in one list, rank after rank; `at` is always an index into that list. A
+cell is the number stage * num_chunks + chunk, so that its neighbours are one addition away.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ _LEGAL = "_is_legal"
 _ONCE = "every cell has one Forward and one Backward, on one rank"
 
 Breaks = Iterator[tuple[str, int]]
-"""The ways in which a plan breaks a rule: why, and the place of the guilty action or chunk."""
+"""Violations of a rule: (why, index of the action or chunk)."""
 
 
 class Memory(Protocol):
-    """The bytes that the memory check asks of a cost model."""
+    """The part of a cost model that the memory check needs."""
 
     @property
     def device_budget_bytes(self) -> int:
-        """Bytes that every rank may use."""
+        """Bytes that each rank may use."""
 
     def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
-        """For each action of the rank, the peak of bytes in use while it runs."""
+        """Return the peak bytes in use during each action of the rank."""
 
 
 def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
-    """Raise PlanError if the plan breaks an invariant; its text points at the guilty place.
+    """Raise PlanError if the plan breaks a rule; its text points at the action or chunk.
 
-    A plan does not change: what was found legal is noted beside its cached properties.
+    A plan is immutable, so success is cached on it. `memory`: also check peak memory (I11).
     """
     if memory is None and _LEGAL in vars(plan):
         return
@@ -110,7 +110,7 @@ def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
 
 
 class Grid:
-    """The places of each cell's Forward and Backward, for the checks of one plan."""
+    """Lookup tables over the actions of one plan, for the checks."""
 
     def __init__(self, plan: ChunkPlan) -> None:
         self.plan = plan
@@ -123,16 +123,16 @@ class Grid:
         for actions in plan.actions:
             self.starts.append(self.starts[-1] + len(actions))
         self.cells = [self._cell(at, action) for at, action in enumerate(self.actions)]
-        """The cell of each action; of an action on parameters, the stage's first."""
+        """The cell of each action; for an action on parameters, the first cell of its stage."""
         self.forward, self.backward = self._first(Forward), self._first(Backward)
-        """The place of each cell's first Forward and of its first Backward, or -1."""
+        """Index of each cell's first Forward and first Backward, or -1."""
         self.parents: dict[int, Sequence[int]] = {
             seq_id: tree.parents if (tree := plan.trees.get(seq_id)) else range(-1, len(group) - 1)
             for seq_id, group in plan.groups.items()
         }
-        """For each piece of a cut sequence the one that it goes on from, -1 for the first."""
+        """For each cut sequence, the piece that each piece continues, -1 for the first."""
         self.members: dict[int, set[int]] = defaultdict(set)
-        """For each stage, the ranks that hold it; a message names the stage of another rank too."""
+        """For each stage, the ranks that hold it. Messages may name another rank's stage."""
         for kind, action, rank in zip(self.kinds, self.actions, self.ranks, strict=True):
             if kind not in MESSAGES:
                 self.members[action.stage].add(rank)
@@ -159,38 +159,38 @@ class Grid:
         return places
 
     def each(self, *kinds: type[Action]) -> Iterator[tuple[int, Action, int]]:
-        """The place, the action and the cell of every action of some kinds."""
+        """Yield (index, action, cell) of each action of `kinds`."""
         for at, kind in enumerate(self.kinds):
             if kind in kinds:
                 yield at, self.actions[at], self.cells[at]
 
     def columns(self) -> Iterator[tuple[Sequence[int], list[int]]]:
-        """For each cut sequence at each stage, its `parents` and the cells of its pieces."""
+        """Yield, for each cut sequence and stage, its `parents` and the cells of its pieces."""
         for seq_id, group in self.plan.groups.items():
             for row in range(0, len(self.forward), self.num_chunks):
                 yield self.parents[seq_id], [row + chunk for chunk in group]
 
     def ways(self) -> list[Direction | None]:
-        """The direction of each action whose pass gathers weights, None for all others."""
+        """Return the direction of each pass that gathers weights, None for all other actions."""
         if not self.plan.regathers or self.plan.replicated:
             return [None] * len(self.actions)
         ranks = range(len(self.plan.actions))
         return [way for rank in ranks for way in directions(self.plan, rank)]
 
     def name(self, cell: int) -> str:
-        """`chunk.stage`, as in an action's text."""
+        """Return `chunk.stage`, as in an action's text."""
         stage, chunk = divmod(cell, self.num_chunks)
         return f"{chunk}.{stage}"
 
     def refuse(self, rule: str, why: str, at: int) -> PlanError:
-        """The error for a broken rule, showing the actions around the guilty one."""
+        """Return the error for a broken rule, which shows the actions around index `at`."""
         rank = self.ranks[at]
         return _refusal(self.plan, rule, why, rank, at - self.starts[rank])
 
 
 def _refusal(plan: ChunkPlan, rule: str, why: str, rank: int | None, at: int) -> PlanError:
-    """The error for a broken rule, showing what is around a place in a rank's list, or, for rank
-    None, around a chunk."""
+    """Return the error for a broken rule, which shows the actions around index `at` of a rank's
+    list or, for rank None, the chunks around chunk `at`."""
     own = plan.chunks if rank is None else plan.actions[rank]
     lines = ["chunks" if rank is None else f"rank {rank}"]
     first = max(0, at - _NUM_AROUND)
@@ -201,7 +201,7 @@ def _refusal(plan: ChunkPlan, rule: str, why: str, rank: int | None, at: int) ->
 
 
 def _odd_fields(plan: ChunkPlan) -> Iterator[str]:
-    """The faults of a plan as a whole, where no place can be pointed at."""
+    """Yield violations in the fields of a plan, which no action or chunk causes."""
     num_stages, frozen = len(plan.stages), plan.frozen_stages
     if min(plan.stages, default=0) < 1:
         shown = ", ".join(map(str, plan.stages)) or "none"
@@ -216,9 +216,8 @@ def _odd_fields(plan: ChunkPlan) -> Iterator[str]:
 
 
 def _uncovered(plan: ChunkPlan) -> Breaks:
-    """I1. The slices of each sequence tile it, and every sequence is there; a chunk without slices
-    has no other use than to meet the passes of other ranks, or the Reduce if its rank has no other
-    chunk."""
+    """I1. The slices of each sequence tile it, and no sequence is missing. A chunk without slices
+    is legal only to join passes of other ranks, or their Reduce if it is its rank's only chunk."""
     computed = ({a.chunk for a in own if isinstance(a, Forward)} for own in plan.actions)
     alone = {min(own) for own in computed if len(own) == 1 < len(plan.actions)}
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
@@ -246,8 +245,8 @@ def _uncovered(plan: ChunkPlan) -> Breaks:
 
 
 def _misplaced(plan: ChunkPlan) -> Breaks:
-    """I2. Places are of the pool, few pieces have a prefix, a sequence is once in a chunk and keeps
-    its place."""
+    """I2. Places are sequence-parallel groups of the pool; a chunk has at most one slice with a
+    prefix per place (and its branches); a sequence keeps its place."""
     place_of: dict[int, Place] = {}
     for index, chunk in enumerate(plan.chunks):
         places = [piece.place for piece in chunk.slices]
@@ -273,8 +272,8 @@ def _misplaced(plan: ChunkPlan) -> Breaks:
 
 
 def _misgrown(plan: ChunkPlan) -> Breaks:
-    """I2, of sequences that branch: pieces lie depth-first, and nothing goes on from those that
-    share a chunk. All are on one process, and none is left out."""
+    """I2, for sequences that branch: pieces are laid out depth-first, and no piece continues one
+    that shares its chunk with other branches. Only unsampled plans of one process may branch."""
     pieces: dict[int, list[tuple[Slice, int]]] = defaultdict(list)
     for index, chunk in enumerate(plan.chunks):
         for piece in chunk.slices:
@@ -299,8 +298,9 @@ def _misgrown(plan: ChunkPlan) -> Breaks:
 
 
 def _not_once(grid: Grid) -> Breaks:
-    """I3. One Forward per cell, but for chunks of a sample whose loss nobody reports; Backwards at
-    all stages of a chunk from `frozen_stages` on, for all chunks but dummies if for any."""
+    """I3. Each cell has one Forward, except chunks of a sampled plan that does not report losses. A
+    chunk has Backwards at all stages from `frozen_stages` on, or at none; in a plan that is not
+    sampled, all chunks but dummies have them or none has."""
     plan, frozen, num_stages = grid.plan, grid.plan.frozen_stages, grid.num_stages
     firsts = {Forward: grid.forward, Backward: grid.backward}
     for at, action, cell in grid.each(*COMPUTING):
@@ -330,8 +330,8 @@ def _not_once(grid: Grid) -> Breaks:
 
 
 def _odd_factors(grid: Grid) -> Breaks:
-    """I3, of factors. Only a plan that samples its chunks scales their gradients, by the same
-    finite factors at all stages of a chunk; in any other plan each label counts once."""
+    """I3, for factors. Only a sampled plan scales gradients, by equal finite factors at all stages
+    of a chunk; in any other plan each label counts once."""
     factors: dict[int, tuple[float, float]] = {}
     for at, action, _ in grid.each(Backward):
         assert isinstance(action, Backward)
@@ -345,7 +345,8 @@ def _odd_factors(grid: Grid) -> Breaks:
 
 
 def _out_of_order(grid: Grid) -> Breaks:
-    """I4. F(c,s) after F(c,s-1) and after F of the chunk before; B(c,s) after F(c,s), B(c,s+1)."""
+    """I4. F(c,s) comes after F(c,s-1) and after F of the sequence's chunk before; B(c,s) comes
+    after F(c,s) and B(c,s+1)."""
     received: dict[tuple[Payload, int, int], int] = {}
     for at, action, cell in grid.each(Recv):
         assert isinstance(action, Recv)
@@ -381,8 +382,8 @@ def _out_of_order(grid: Grid) -> Breaks:
 
 
 def _mixed_phases(grid: Grid) -> Breaks:
-    """I4, of two phases. The caller makes the loss of all outputs: no other action of a rank comes
-    before its last Forward."""
+    """I4, for two phases. The caller computes the loss from all outputs, so no other computation of
+    a rank comes before its last Forward."""
     begun: set[int] = set()
     for at, action, cell in grid.each(*COMPUTING) if grid.plan.two_phases else ():
         if not isinstance(action, Forward):
@@ -394,9 +395,9 @@ def _mixed_phases(grid: Grid) -> Breaks:
 
 
 def _missing_kv(grid: Grid) -> Breaks:
-    """I5. K,V of a cell that drops them live up to the last Forward of their sequence, then again
-    from a RebuildKV on; those of other cells live up to their Backward. A cell drops them that
-    keeps its input only, or its attention with a RebuildKV to come."""
+    """I5. A cell drops its K,V if it keeps its input only, or its attention outputs with a
+    RebuildKV to come. Its K,V exist until the last Forward of their sequence, and again from
+    RebuildKV on. K,V of other cells exist until their Backward."""
     again = {cell for _, _, cell in grid.each(RebuildKV)}
     drops = {
         cell
@@ -406,7 +407,7 @@ def _missing_kv(grid: Grid) -> Breaks:
     }
     gone = set(drops)
     ready: set[tuple[int, int, int]] = set()
-    """(sequence, stage, piece) whose K,V are there, and those of all pieces on its path."""
+    """(sequence, stage, piece) whose K,V exist, together with those of all pieces on its path."""
     for at, action, cell in grid.each(Recompute, Backward, RebuildKV):
         stage, chunk = divmod(cell, grid.num_chunks)
         for seq_id, piece in grid.plan.links[chunk]:
@@ -432,13 +433,14 @@ def _missing_kv(grid: Grid) -> Breaks:
 
 
 def _lost_kv_gradients(grid: Grid) -> Breaks:
-    """I6. A Backward comes after that of every later chunk of its sequence that has one. These send
-    their dK,dV to K,V that live on until then: a RebuildKV in between would make them anew."""
+    """I6. A Backward comes after the Backwards of all later chunks of its sequence, which send it
+    dK,dV. No RebuildKV comes in between: it would replace the K,V and lose these gradients."""
     never = len(grid.actions)
     first_sent = [never] * len(grid.backward)
-    """The place of the first Backward that sends dK,dV to each cell."""
+    """Index of the first Backward that sends dK,dV to each cell."""
     for parents, cells in grid.columns():
-        first, last = [never] * len(cells), [-1] * len(cells)  # Backwards of what sees each piece
+        # first and last Backward among the pieces that see each piece
+        first, last = [never] * len(cells), [-1] * len(cells)
         for piece in reversed(range(len(cells))):
             cell, parent, at = cells[piece], parents[piece], grid.backward[cells[piece]]
             if 0 <= at < last[piece]:
@@ -455,7 +457,7 @@ def _lost_kv_gradients(grid: Grid) -> Breaks:
 
 
 def _odd_graphs(grid: Grid) -> Breaks:
-    """I7. A Backward consumes the graph of a Forward that kept all or of exactly one Recompute."""
+    """I7. A Backward consumes one graph, of a Forward with keep="all" or of a Recompute."""
     graphs: set[int] = set()
     for at, action, cell in grid.each(Forward, Recompute, Backward):
         if isinstance(action, Backward):
@@ -478,11 +480,11 @@ def _odd_graphs(grid: Grid) -> Breaks:
 
 
 def _after_the_end(grid: Grid) -> Breaks:
-    """I8. After B(c,s) nothing uses the cell or reads its K,V; every graph meets its Backward."""
+    """I8. After B(c,s) nothing uses the cell or reads its K,V; each graph has its Backward."""
     never = len(grid.actions)
     ends = [at if at >= 0 else never for at in grid.backward]
     freed = [never] * len(ends)
-    """The place of the first Backward among the cells whose K,V each one reads."""
+    """Index of the first Backward among the cells whose K,V each cell reads."""
     for parents, cells in grid.columns():
         first: list[int] = []
         for cell, parent in zip(cells, parents, strict=True):
@@ -500,12 +502,12 @@ def _after_the_end(grid: Grid) -> Breaks:
 
 
 _Entries = list[tuple[int, object]]
-"""Places in a rank's list, and what another rank has to have there too."""
+"""(index of an action, the value that must match in another rank's list)."""
 
 
 def _unpaired_messages(grid: Grid) -> Breaks:
-    """I9. Each message carries a result of its sender to the rank that needs it, and both ranks
-    list the messages between them in the same order."""
+    """I9. Each message sends a result that its sender has computed to the rank that needs it, and
+    both ranks list the messages between them in the same order."""
     sent: dict[tuple[int, int], _Entries] = defaultdict(list)
     received: dict[tuple[int, int], _Entries] = defaultdict(list)
     seen: set[tuple[str, int]] = set()
@@ -536,7 +538,7 @@ def _unpaired_messages(grid: Grid) -> Breaks:
 
 
 def _odd_reduces(grid: Grid) -> Breaks:
-    """I9. Gradients are reduced once, when they are complete, by all ranks or by none."""
+    """I9. Gradients are reduced once, after the last Backward, on all ranks or on none."""
     last = {(action.stage, grid.ranks[at]): at for at, action, _ in grid.each(Backward)}
     reduces: dict[tuple[int, int], int] = {}
     for at, action, _ in grid.each(Reduce):
@@ -561,10 +563,9 @@ def _odd_reduces(grid: Grid) -> Breaks:
 
 
 def _unequal_collectives(grid: Grid) -> Breaks:
-    """I9. Ranks issue the collectives of all stages that they share in the same order. Where each
-    pass gathers its weights, passes are collectives too: in FSDP2 one too many hangs, and another
-    one in its place computes with the weights of other layers, silently, where these are of one
-    size."""
+    """I9. Ranks issue the collectives of all stages that they share in the same order. If each pass
+    gathers its weights, passes are collectives too: in FSDP2 a surplus pass hangs, and swapped
+    passes silently compute with the weights of other layers if these have equal sizes."""
     lists: dict[int, _Entries] = defaultdict(list)
     for at, (action, rank, way) in enumerate(
         zip(grid.actions, grid.ranks, grid.ways(), strict=True)
@@ -574,8 +575,7 @@ def _unequal_collectives(grid: Grid) -> Breaks:
         if way or isinstance(action, (Unshard, Reduce)):
             lists[rank].append((at, (way or type(action), action.stage)))
     shared: dict[tuple[int, int], set[int]] = defaultdict(set)
-    """For each pair of ranks, the first that holds a stage and another one, the stages that both
-    hold."""
+    """(first rank of a stage, another of its ranks) -> the stages that both hold."""
     for stage, members in grid.members.items():
         first, *others = sorted(members)
         for rank in others:
@@ -590,8 +590,8 @@ def _lacks(rank: int) -> str:
 
 
 def _used_while_sharded(grid: Grid) -> Breaks:
-    """I9. A stage that a rank unshards is so before anything computes there, up to its Reshard,
-    which comes behind the Reduce: gradients are whole until then."""
+    """I9. On a rank that unshards a stage, Unshard comes before all computation there, and Reshard
+    comes after the Reduce, since gradients have full size until then."""
     sharded = {(action.stage, grid.ranks[at]) for at, action, _ in grid.each(Unshard, Reshard)}
     for at, action, _ in grid.each(*ON_PARAMETERS, *COMPUTING) if sharded else ():
         key = action.stage, grid.ranks[at]
@@ -608,8 +608,8 @@ def _used_while_sharded(grid: Grid) -> Breaks:
 def _unequal(
     grid: Grid, ranks: tuple[int, int], lists: Sequence[_Entries], lacks: Callable[[int], str]
 ) -> Breaks:
-    """The places where two ranks' lists differ. `lacks`: words for what the rank with the shorter
-    one does not have."""
+    """Yield the places where two ranks' lists differ. `lacks`: words for what the rank with the
+    shorter list is missing."""
     ours, theirs = lists
     for (one, value), (other, different) in zip(ours, theirs, strict=False):
         if value != different:
@@ -620,15 +620,15 @@ def _unequal(
 
 
 def _stalls(grid: Grid) -> Breaks:
-    """I10. Run all ranks, each as far as it gets, until none gets on: a send never waits, a receive
-    waits for its message, a collective for all ranks of its stage, and so does a pass that gathers
-    weights. Relies on equal orders at both ends."""
+    """I10. Run each rank until it blocks, in turns, until none advances. A Send never waits, a Recv
+    waits for its message, a collective or a pass that gathers weights for all ranks of its stage.
+    Relies on equal orders at both ends (I9)."""
     posted: Counter[object] = Counter()
-    """Messages sent per channel, and ranks that have come to a collective."""
+    """Messages sent per channel, and ranks that have entered each collective."""
     ways = grid.ways()
 
     def walk(rank: int) -> Iterator[int]:
-        """Go through the rank's list: the places where it has to wait."""
+        """Run the rank's list; yield the index of an action for as long as it must wait."""
         passed: Counter[object] = Counter()
         for at in range(grid.starts[rank], grid.starts[rank + 1]):
             action = grid.actions[at]
@@ -660,7 +660,7 @@ def _stalls(grid: Grid) -> Breaks:
 
 
 def _beyond_budget(grid: Grid, memory: Memory) -> Breaks:
-    """I11. At every action the rank's bytes stay within its budget."""
+    """I11. The bytes in use at each action stay within the rank's budget."""
     budget = memory.device_budget_bytes
     for rank, start in enumerate(grid.starts[:-1]):
         for at, used in enumerate(memory.peak_bytes_of_actions(grid.plan, rank), start):

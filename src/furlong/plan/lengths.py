@@ -1,9 +1,9 @@
 """The lengths of a data set's sequences: `furlong lengths` writes them, `furlong plan` reads them.
 
 {"version": 1, "lengths": [[812, 3], [4096, 1]]}     three sequences of 812 tokens, one of 4,096
-{"version": 1, "lengths": [812, 4096, 812, 812]}     the same, as it is easiest to write by hand
-{..., "calls": [[4096, 812, 700], ...]}              of pairs: `Lengths.calls`, and of each pair
-                                                     the first tokens that both answers have
+{"version": 1, "lengths": [812, 4096, 812, 812]}     the same, for files written by hand
+{..., "calls": [[4096, 812, 700], ...]}              `Lengths.calls` of pairs: tokens of both
+                                                     sequences, and of their shared start
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAX_TOKENS = 2**31
-"""Most tokens of a sequence that is planned for."""
+"""Upper bound on the tokens of a sequence."""
 MAX_SEQUENCES = 10**8
-"""Most sequences of a file: a draw shuffles them all in memory."""
+"""Upper bound on the sequences of a file: a draw shuffles them all in memory."""
 
 FIRST_BUCKET_TOKENS = 64
 
@@ -52,8 +52,8 @@ _Entry = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The size of a global batch: so many sequences, or as many as have at most so many tokens
-    together, one at least."""
+    """The size of a global batch: a number of sequences, or the most sequences (at least one) whose
+    tokens together are at most `tokens`."""
 
     sequences: int | None = None
     tokens: int | None = None
@@ -62,7 +62,7 @@ class StepSize:
         return f"{self.sequences:,}" if self.tokens is None else f"at most {self.tokens:,} tokens"
 
     def check(self, num_draws: int, noun: str = "sequence") -> None:
-        """Raise ConfigError for an epoch of so many draws that is smaller than one batch."""
+        """Raise ConfigError if an epoch of `num_draws` sequences is smaller than one batch."""
         if self.sequences is not None and self.sequences > num_draws:
             raise ConfigError(
                 given=f"train.sequences_per_step = {self.sequences:,}",
@@ -73,7 +73,8 @@ class StepSize:
             )
 
     def stops(self, lens: Sequence[int]) -> list[int]:
-        """The ends of the batches of sequences in this order; the last one may be smaller."""
+        """Return the end index of each batch of the sequences with `lens` tokens, in this order;
+        the last batch may be smaller."""
         count = len(lens)
         if self.tokens is None:
             assert self.sequences is not None
@@ -88,15 +89,16 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The sequences of one call in two phases."""
+    """The sequences of one call of the engine in two phases (`ChunkPlan.two_phases`)."""
 
     seq_lens: tuple[int, ...]
     shared: int = 0
-    """First tokens that all of them have in common."""
+    """Number of first tokens that all sequences share."""
 
     def planned(self, size: int) -> tuple[list[int], dict[int, list[tuple[int, int]]]]:
-        """Return the sequences of a plan in chunks of `size` tokens, and where they branch, as
-        `runtime.batch.join_prompts` joins two that have the first chunk in common."""
+        """Return the sequence lengths of a plan in chunks of `size` tokens, and their branches
+        {sequence: [(start of the branch, token it continues from)]}, as `runtime.batch.
+        join_prompts` joins two sequences that share at least the first chunk."""
         longer, *others = sorted(self.seq_lens, reverse=True)
         if not others or others[0] <= size or self.shared < size:
             return list(self.seq_lens), {}
@@ -104,12 +106,12 @@ class Call:
         return [longer + others[0] - self.shared], forks
 
     def num_tokens(self, size: int) -> int:
-        """Tokens of a plan in chunks of `size` tokens."""
+        """Return the tokens of a plan in chunks of `size` tokens."""
         return sum(self.planned(size)[0])
 
 
 NUM_TIMED = 3
-"""Pairs whose steps are timed, evenly spread over their lengths."""
+"""Number of calls whose steps are timed, evenly spread over their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class Lengths:
     counts: tuple[tuple[int, int], ...]
     """`(seq_len, number of sequences)`, ascending in seq_len, without zeros."""
     calls: tuple[Call, ...] = field(default=(), kw_only=True)
-    """Calls by which a run on pairs is decided (`choose_calls`)."""
+    """Sample of calls that a run on pairs is planned for (`choose_calls`)."""
 
     @property
     def num_sequences(self) -> int:
@@ -131,8 +133,8 @@ class Lengths:
 
     @property
     def num_pairs(self) -> int:
-        """Query-key pairs of causal attention, seq_len * (seq_len + 1) / 2 for each sequence: the
-        FLOPs of attention without a window are proportional to them."""
+        """Query-key pairs of causal attention, seq_len * (seq_len + 1) / 2 for each sequence, to
+        which the FLOPs of full attention are proportional."""
         return sum(n * (n + 1) // 2 * count for n, count in self.counts)
 
     @property
@@ -140,7 +142,7 @@ class Lengths:
         return self.counts[-1][0]
 
     def percentile(self, percent: float) -> int:
-        """The shortest length that at least that share of the sequences does not exceed."""
+        """Return the shortest length that at least `percent` % of the sequences do not exceed."""
         rank = max(1, math.ceil(percent / 100 * self.num_sequences))
         for seq_len, count in self.counts:
             rank -= count
@@ -149,8 +151,8 @@ class Lengths:
         return self.longest
 
     def buckets(self) -> tuple[LengthBucket, ...]:
-        """Powers of two, from the bucket of the shortest to that of the longest sequence; lengths
-        up to `FIRST_BUCKET_TOKENS` are one bucket."""
+        """Return buckets bounded by powers of two, from that of the shortest sequence to that of
+        the longest; lengths up to `FIRST_BUCKET_TOKENS` are one bucket."""
         buckets = []
         for exponent in range(_exponent(self.counts[0][0]), _exponent(self.longest) + 1):
             upto = 2**exponent
@@ -169,7 +171,7 @@ class LengthBucket(Lengths):
 
 
 def count_lengths(seq_lens: Iterable[int]) -> Lengths:
-    """The multiset of `seq_lens`, at least one of them, all positive."""
+    """Return the multiset of `seq_lens`. Raises ValueError if empty or if one is not positive."""
     counted = Counter(int(seq_len) for seq_len in seq_lens)
     if not counted or min(counted) < 1:
         raise ValueError("lengths are positive, and there is at least one")
@@ -179,13 +181,16 @@ def count_lengths(seq_lens: Iterable[int]) -> Lengths:
 def choose_calls(
     seq_lens: NDArray[Any], shared_of: Callable[[int], int], size: int | None = None
 ) -> tuple[Call, ...]:
-    """Return the calls by which a run is decided: `NUM_TIMED` whose steps stand for all, then those
-    of most tokens in chunks of any size (powers of two, and `size`), and that of the longest
-    sequence.
+    """Return the calls that a run is planned for: `NUM_TIMED` that represent all for time, then for
+    memory the call with most tokens for each chunk size (powers of two, and `size`) and the call
+    with the longest sequence.
 
-    `seq_lens`: (U, n) tokens of the sequences of each call; `shared_of`: the first tokens that the
-    two sequences of a call have in common, asked for few calls: what has fewer tokens than another
-    one has with its shared prompt needs less in any case.
+    Args:
+        seq_lens: (U, n), tokens of the n sequences of each of U calls.
+        shared_of: returns the number of first tokens that the two sequences of a call share. It is
+            called for few calls only: a call whose sequences have fewer tokens than another has
+            after joining its shared prompt never needs most.
+        size: the chunk size of the run, if it is set.
     """
     sums, number = seq_lens.sum(axis=1), len(seq_lens)
     order = (-sums).argsort(kind="stable").tolist()
@@ -209,8 +214,8 @@ def choose_calls(
 
 
 def draw_lengths(lengths: Lengths, count: int, seed: int) -> tuple[int, ...]:
-    """`count` sequences in a random order, each once before any comes again; the first ones of a
-    longer draw."""
+    """Return the lengths of `count` sequences in random order; each comes once before any comes
+    again. A longer draw with the same seed begins with a shorter one."""
     import numpy as np
 
     generator = np.random.default_rng(seed)
@@ -220,7 +225,7 @@ def draw_lengths(lengths: Lengths, count: int, seed: int) -> tuple[int, ...]:
 
 
 def write_lengths(file: Path, lengths: Lengths) -> None:
-    """Writes the file whole or not at all. Raises ConfigError."""
+    """Write the file atomically. Raises ConfigError."""
     values = {"version": VERSION, "lengths": [list(pair) for pair in lengths.counts]}
     if lengths.calls:
         values["calls"] = [[*call.seq_lens, call.shared] for call in lengths.calls]
@@ -242,7 +247,7 @@ class _File(BaseModel, strict=True):
 
 
 def read_lengths(file: Path) -> Lengths:
-    """The lengths of a file in either form. Raises ConfigError."""
+    """Read lengths from a file in either form. Raises ConfigError."""
     try:
         saved = _File.model_validate_json(file.read_text(encoding="utf-8"))
     except ValidationError as error:
@@ -263,7 +268,7 @@ def read_lengths(file: Path) -> Lengths:
 
 
 def _exponent(seq_len: int) -> int:
-    """The exponent of the power of two at the upper end of the bucket that holds `seq_len`."""
+    """Return the exponent of the power of two that bounds the bucket of `seq_len` from above."""
     return (max(seq_len, FIRST_BUCKET_TOKENS) - 1).bit_length()
 
 

@@ -1,21 +1,21 @@
-"""The passes of a plan: what each action computes, writes and remembers, and what dies behind it.
+"""The passes of a plan: what each action computes, writes and saves, and what is freed after it.
 
-Executor, cost model and memory walk read it here; none of them decides it anew. A forward stops as
-early as its plan allows: at the last stage, where nobody waits for an output, behind the last K,V
-projection, or before it starts if no later chunk reads K,V either. A chunk that is not drawn in a
-sampled plan waits for no output either, unless the plan reports its loss. In a plan of two phases
-the caller waits for every output.
+Executor, cost model and memory simulation all read these answers. A forward stops as early as the
+plan allows. At the last stage, where its output is not needed (the Recompute will compute it), it
+stops after the last K,V projection; if no later chunk reads its K,V either, it computes nothing.
+The same holds for a chunk that a sampled plan did not draw, unless the plan reports its loss. In a
+plan of two phases every forward runs to its end, as the caller needs all outputs.
 
-The K,V of a cell come into being with its Forward (if a later chunk reads them) and again with each
-RebuildKV. They are read by every action of later chunks of the same sequence (where it branches, of
-those that go on from them) at the same stage, and held for the cell's own Recompute and Backward.
-Each life ends with the last such action before the next one that makes them anew. So with
-`keep="input"` and a RebuildKV they die after the last forward of their sequence, and cells that
-never get a Backward die after their last reader.
+K,V of a cell are written by its Forward (if a later chunk reads them) and again by each RebuildKV.
+They are read by each action of later chunks of the same sequence (if it branches, of descendants)
+at the same stage, and held for the cell's Recompute and Backward. They are freed after the last
+such action before they are written again. So with `keep="input"` and a RebuildKV they are freed
+after the last forward of their sequence, and K,V of a cell without a Backward after their last
+reader.
 
-The input of a cell behind the first stage is born when the stage before delivers it. It dies with
-the last pass that reads it, or becomes the gradient of that input in the cell's Backward. The
-gradient is there from that Backward on, and dies with the Backward of the stage before.
+The input of a cell after the first stage is allocated when the stage before delivers it. It is
+freed after the last pass that reads it, or replaced by its gradient in the cell's Backward. The
+gradient is freed by the Backward of the stage before.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from typing import Literal
 from furlong.plan.plan import COMPUTING, Backward, ChunkPlan, Forward, RebuildKV, Recompute
 
 Computed = Literal["nothing", "to last kv", "values", "graph", "backward"]
-"""How far a pass goes: not at all; the stage up to its last layer's K,V projection; the stage
-without a graph; with its graph; the gradients of a graph that is there."""
+"""Extent of a pass: nothing; the stage up to its last layer's K,V projection; the stage without an
+autograd graph; the stage with its graph; the backward of a graph made before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The part of its cell that one action computes."""
+    """The computation of one action on its cell."""
 
     computes: Computed = "nothing"
     writes_kv: bool = False
     """Whether K,V go into the store, for later chunks."""
     remembers: int = 0
-    """First layers of the stage whose attention output and log-sum-exp are put away."""
+    """Number of first layers of the stage whose attention output and log-sum-exp are saved."""
     remembered: int = 0
-    """First layers whose attention output is handed back: theirs does not run."""
+    """Number of first layers that reuse a saved attention output instead of computing it."""
     recompute_layers: int = 0
-    """First layers that keep only their input in a graph, and run again in its backward (with
-    what is remembered of their attention)."""
+    """Number of first layers that are checkpointed: they keep their input only and run again in the
+    backward, where they reuse saved attention outputs."""
     loss: bool = False
-    """Whether head and loss belong to it: with gradients in a backward, else without."""
+    """Whether the pass includes head and loss, with their gradients in a backward only."""
 
 
 NOTHING = Pass()
@@ -55,18 +55,18 @@ Direction = Literal["forward", "backward"]
 
 
 def directions(plan: ChunkPlan, rank: int) -> tuple[Direction | None, ...]:
-    """The way in which each action of `rank` goes through the layers of its stage, if it does.
+    """Return the direction in which each action of `rank` runs the layers of its stage, or None.
 
-    Where weights are gathered with every pass, this is the order in which they are: the layers
-    ascending or descending. A recompute inside a Backward finds them there.
+    If each pass gathers weights, this is the order in which layers are gathered. A recompute inside
+    a Backward adds no gather: the weights are there.
     """
     ways: dict[Computed, Direction | None] = {"nothing": None, "backward": "backward"}
     return tuple(ways.get(what.computes, "forward") for what in passes(plan, rank))
 
 
 def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
-    """One pass for every action of `rank`; NOTHING for actions that compute nothing. They are
-    noted beside the plan's cached properties, for it does not change."""
+    """Return one pass for each action of `rank`, NOTHING for those that compute nothing. Cached on
+    the plan, which is immutable."""
     known: dict[int, tuple[Pass, ...]] = vars(plan).setdefault("_passes", {})
     if rank not in known:
         known[rank] = _passes_of(plan, rank)
@@ -74,8 +74,8 @@ def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
 
 
 def keep_passes(made: ChunkPlan, first_rank: int, plan: ChunkPlan) -> None:
-    """Note the passes of `plan` as those of a plan whose ranks from `first_rank` on have its
-    actions, behind some on parameters: they are the same."""
+    """Cache the passes of `plan` for ranks `first_rank` onwards of `made`, whose lists are those of
+    `plan` after some leading actions on parameters."""
     known: dict[int, tuple[Pass, ...]] = vars(made).setdefault("_passes", {})
     for rank, actions in enumerate(plan.actions):
         ahead = len(made.actions[first_rank + rank]) - len(actions)
@@ -98,7 +98,7 @@ def _passes_of(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
                 remembered = forwards[chunk, stage].remembers
                 what = Pass("graph", remembered=remembered, recompute_layers=layers)
             case RebuildKV(chunk, stage):
-                # nothing behind the last projection runs, so its layer's attention is not needed
+                # nothing after the last projection runs, so the last layer has no attention to skip
                 known = min(forwards[chunk, stage].remembers, plan.stages[stage] - 1)
                 what = Pass("to last kv", writes_kv=True, remembered=known)
             case Backward(chunk, stage):
@@ -114,7 +114,8 @@ def _passes_of(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
 
 
 def computed_late(plan: ChunkPlan) -> frozenset[tuple[int, int]]:
-    """The (chunk, stage) cells whose Forward computes nothing, so that a Recompute is the first."""
+    """Return the (chunk, stage) cells whose Forward computes nothing: their Recompute is the first
+    computation."""
     return frozenset(
         (action.chunk, action.stage)
         for rank, actions in enumerate(plan.actions)
@@ -143,15 +144,15 @@ def _of_forward(plan: ChunkPlan, action: Forward, *, trained: bool) -> Pass:
 
 
 def kv_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For every action of `rank`, the (chunk, stage) cells whose K,V die right after it.
+    """Return, for each action of `rank`, the (chunk, stage) cells whose K,V are freed after it.
 
-    The list is read backwards: the first user of a cell's K,V that is found is their last one.
+    The list is walked backwards, so the first reader of a cell's K,V that is met is the last one.
     """
     actions, links = plan.actions[rank], plan.links
     frees: list[list[tuple[int, int]]] = [[] for _ in actions]
     last_use: dict[tuple[int, int], int] = {}
     unread: dict[tuple[int, int], list[int]] = {}
-    """For each unbranched sequence and stage, a heap of the pieces to which no reader is known."""
+    """(unbranched sequence, stage) -> heap of the pieces that have no reader so far."""
     for index, action in reversed(list(enumerate(actions))):
         if not isinstance(action, COMPUTING):
             continue
@@ -181,10 +182,10 @@ def kv_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], .
 
 
 def input_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For every action of `rank`, the (chunk, stage) cells whose input dies right after it.
+    """Return, for each action of `rank`, the (chunk, stage) cells whose input is freed after it.
 
-    An input that a Recompute reads last lives on: the Backward behind it overwrites it with its
-    gradient, or frees it where no stage before is trained.
+    An input whose last reader is a Recompute is not freed here: the cell's Backward replaces it by
+    its gradient, or frees it if no earlier stage is trained.
     """
     if len(plan.stages) == 1:
         return ((),) * len(plan.actions[rank])

@@ -1,16 +1,17 @@
-"""The values that a plan is made of: slices, chunks, actions, the plan itself, and its layout.
+"""The data types of a plan: slices, chunks, actions, the plan itself, and its layout.
 
-A plan walks a grid. Its columns are chunks (at most `chunk_size` tokens of one or more sequences),
-its rows are stages (consecutive layers); a cell is (chunk, stage). For each rank the plan lists the
-actions over those cells, in order. Everything here is immutable and free of torch.
+A plan covers a grid. Its columns are chunks (at most `chunk_size` tokens of one or more sequences),
+its rows are stages (consecutive layers); a cell is (chunk, stage). For each rank the plan lists
+actions on these cells, in order. Everything here is immutable and free of torch.
 
 A sequence may branch: one prompt with several answers, laid out as one sequence.
 
     tokens      0          75       92       110         a prompt, then two answers to it
-    pieces      [ prompt  )[ one   )[ two    )           two goes on from token 75: its parent
+    pieces      [ prompt  )[ one   )[ two    )           two continues from token 75, the end of
+                                                         its parent
 
-A piece sees its path: its parent, the parent of that, and so on; positions go on along it. Pieces
-are laid out depth-first, so that those behind a piece, all that see it, are consecutive too.
+A piece attends to its path (its parent, the parent's parent, and so on), and position ids continue
+along it. Pieces are laid out depth-first, so all pieces that see a piece directly follow it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from functools import cached_property
 from typing import Literal
 
 Keep = Literal["input", "kv", "attention", "all"]
-"""The part of a cell that survives its forward: the stage input; and its K,V; and every layer's
-attention output with its log-sum-exp; or its whole graph."""
+"""Tensors that a cell keeps after its forward. input: the stage input; kv: also its K,V; attention:
+also each layer's attention output and log-sum-exp; all: its whole autograd graph."""
 
 OffloadTarget = Literal["none", "cpu", "disk"]
-"""Where tensors wait between the actions that use them; none: on the device."""
+"""Where tensors are stored between the actions that use them; none: on the device."""
 OffloadKind = Literal["kv", "inputs", "attention", "graphs"]
 Order = Literal["chunk-first", "layer-first"]
 ChunkKind = Literal["packed", "split", "hybrid", "dummy"]
@@ -40,11 +41,11 @@ class Offload:
     kv: OffloadTarget = "none"
     """K,V of cut sequences, and their gradients."""
     inputs: OffloadTarget = "none"
-    """Stage inputs, which become their gradients."""
+    """Stage inputs, and later the gradients that replace them."""
     attention: OffloadTarget = "none"
-    """Attention outputs with their log-sum-exps, for recomputes without attention."""
+    """Attention outputs with their log-sum-exps, so that a recompute skips attention."""
     graphs: OffloadTarget = "none"
-    """Tensors that the graphs of retained cells have saved."""
+    """Saved tensors of retained autograd graphs."""
 
     @property
     def targets(self) -> list[OffloadTarget]:
@@ -60,7 +61,8 @@ ON_DEVICE = Offload()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The processes [first, first + size) of a pool: those that hold a slice, in equal parts."""
+    """The sequence-parallel group of a slice: processes [first, first + size) of a rank's pool of
+    `sp_size`, among which its tokens are divided equally."""
 
     first: int
     size: int
@@ -74,8 +76,8 @@ FIRST_PROCESS = Place(0, 1)
 
 
 def place_sizes(sp_size: int) -> tuple[int, ...]:
-    """Sizes that places of a pool may have, rising: its divisors. A place begins at a multiple of
-    its size, so that a process is in one place of each size."""
+    """Return the possible sizes of places in a pool, ascending: the divisors of `sp_size`. A place
+    begins at a multiple of its size, so a process is in exactly one place of each size."""
     return tuple(size for size in range(1, sp_size + 1) if sp_size % size == 0)
 
 
@@ -88,7 +90,7 @@ class Slice:
     stop: int
     place: Place = FIRST_PROCESS
     parent: int | None = None
-    """The token behind the piece that it goes on from; None: `start`, the piece before it."""
+    """End of the piece that it continues; None: it continues the piece before it, at `start`."""
 
     @property
     def goes_on_from(self) -> int:
@@ -101,12 +103,12 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The unit of one forward.
+    """The slices that one forward computes together.
 
     A slice with `start > 0` has a prefix: the earlier tokens of its sequence, or of its path where
-    that branches. Slices on larger places come first, those of one size by
-    their first process: the order of their exchanges. A chunk without slices is a dummy: each
-    process passes one token of no sequence, without a label.
+    the sequence branches. Slices are ordered by falling size of their place, then by its first
+    process, which is the order of their all-to-alls. A chunk without slices is a dummy: each
+    process computes one token of no sequence, without a label.
     """
 
     slices: tuple[Slice, ...]
@@ -117,8 +119,8 @@ class Chunk:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the chunk only goes with other ranks: with their passes (see
-        `ChunkPlan.regathers`), or with their Reduce where its own rank has no other chunk."""
+        """Whether the chunk is a placeholder for collectives: for the passes of other ranks (see
+        `ChunkPlan.regathers`), or for their Reduce where the rank has no other chunk."""
         return not self.slices
 
 
@@ -128,8 +130,7 @@ class Forward:
     stage: int
     keep: Keep
     recompute_layers: int = 0
-    """First layers of the stage that are checkpointed, each by its own input (the l of
-    InfiniPipe)."""
+    """Number of first layers of the stage that are checkpointed one by one (InfiniPipe's l)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +145,14 @@ class Backward:
     chunk: int
     stage: int
     loss_factor: float = 1.0
-    """Factor of the chunk's own loss (SpaCO's a)."""
+    """Factor of the chunk's loss (SpaCO's a)."""
     relay_factor: float = 1.0
-    """Factor of the dK,dV that later chunks have sent (SpaCO's c)."""
+    """Factor of the dK,dV received from later chunks (SpaCO's c)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RebuildKV:
-    """The stage's forward without gradients, up to its last K,V projection."""
+    """Run the stage's forward without gradients, up to its last K,V projection."""
 
     chunk: int
     stage: int
@@ -162,7 +163,7 @@ class Send:
     payload: Payload
     chunk: int
     stage: int
-    """The stage whose output (activation) or whose input's gradient (gradient) travels."""
+    """The stage whose output (activation) or input gradient (gradient) is sent."""
     peer: int
 
 
@@ -202,31 +203,31 @@ Action = Computing | Send | Recv | Unshard | Reshard | Reduce
 
 
 Bounds = tuple[int, int, int]
-"""A slice: its first token, the one behind its last, and the one behind what it goes on from."""
+"""(start, stop, end of the piece that it continues) of a slice."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Pieces of one sequence, numbered depth-first; a plain sequence is a line of them."""
+    """The pieces of one sequence, numbered depth-first; without branches each follows the last."""
 
     parents: tuple[int, ...]
-    """The piece that each one goes on from, an earlier one; -1 for the first."""
+    """For each piece, the earlier piece that it continues; -1 for the first."""
 
     @cached_property
     def continued(self) -> tuple[bool, ...]:
-        """Whether any piece goes on from each one."""
+        """For each piece, whether another one continues it."""
         followed = set(self.parents)
         return tuple(piece in followed for piece in range(len(self.parents)))
 
     def path(self, piece: int) -> list[int]:
-        """The pieces that a piece sees, from the first one on."""
+        """Return the ancestors of a piece, from the root down: the pieces that it sees."""
         found = []
         while (piece := self.parents[piece]) >= 0:
             found.append(piece)
         return found[::-1]
 
     def stops(self, lens: Sequence[int]) -> list[int]:
-        """The position behind each piece, where a piece has one slice of so many tokens."""
+        """Return the position id at which each piece ends, given the tokens of each piece."""
         found: list[int] = []
         for parent, n in zip(self.parents, lens, strict=True):
             found.append(n + (found[parent] if parent >= 0 else 0))
@@ -234,12 +235,12 @@ class Tree:
 
 
 _OF_CHUNKS = ("groups", "trees", "links", "num_computed", "piece_lens", "continues")
-"""Properties that follow from a plan's chunks, the first three in any case."""
+"""Properties derived from a plan's chunks; all but the first three may also depend on actions."""
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The actions of every rank on one global batch."""
+    """The actions of each rank on one global batch."""
 
     seq_lens: tuple[int, ...]
     """Tokens of each sequence; a slice's `seq_id` is an index into it."""
@@ -247,37 +248,37 @@ class ChunkPlan:
     stages: tuple[int, ...]
     """Layers of each stage, from the first to the last."""
     actions: tuple[tuple[Action, ...], ...]
-    """actions[rank]: that rank's actions in order. Where sp_size > 1 a list is obeyed by the
-    sp_size processes of one pool together."""
+    """actions[rank]: that rank's actions in order. A rank is a pool of `sp_size` processes, which
+    all run the same list."""
     offload: Offload = ON_DEVICE
     sp_size: int = 1
     sampled: bool = False
-    """Whether chunks without a Backward are meant (SpaCO draws the chunks that get one)."""
+    """Whether chunks may lack a Backward (SpaCO draws the chunks that get one)."""
     report_loss: bool = True
-    """Whether chunks without a Backward compute their loss. Without it, which a sampled plan may
-    do, they stop at their last K,V, and those that no drawn chunk reads have no Forward at all."""
+    """Whether chunks without a Backward compute their loss. If False (sampled plans only), they
+    stop at their last K,V, and those that no drawn chunk reads have no Forward."""
     two_phases: bool = False
-    """Whether the caller makes its loss of the last stage's outputs, between two phases: all
-    Forwards, each of which runs to its end, and everything else."""
+    """Whether the caller computes the loss from the last stage's outputs, between two phases:
+    first all Forwards, each run to its end, then all other actions."""
     frozen_stages: int = 0
-    """First stages without a trained parameter in them or below: they have no Backward."""
+    """Number of first stages that have no Backward: all their parameters are frozen."""
     regathers: bool = False
     """Whether each pass gathers the weights of its stage anew, layer by layer, as ZeRO-3 does.
-    Passes are then collectives of all ranks that hold the stage: these run in lockstep, equally
-    many passes in one order of forwards and backwards, and dummies fill up the lists of those with
-    less to do; not so where they are `replicated`."""
+    Unless `replicated`, each pass is then a collective of all ranks that hold the stage: they run
+    in lockstep, with equally many passes in one order of forwards and backwards, and ranks with
+    less work have dummy chunks."""
     replicated: bool = False
-    """Whether each rank of a stage holds all its weights, divided among the processes of its pool
-    alone (HSDP). Only these meet in passes that gather weights."""
+    """Whether each rank of a stage holds all its weights, sharded over its pool only (HSDP). A pass
+    that gathers weights is then a collective of one pool."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the fields alone: what is noted of a plan does not travel to other processes."""
+        """Return the fields only: cached properties are not pickled."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def with_actions(self, actions: tuple[tuple[Action, ...], ...]) -> ChunkPlan:
-        """The plan of the same chunks with other actions, with what follows from the chunks."""
+        """Return a plan of the same chunks with other actions; it shares what is cached of them."""
         made = replace(self, actions=actions)
-        # without `report_loss` actions say which chunks are computed
+        # without `report_loss` the rest depends on which chunks have a Forward
         names = _OF_CHUNKS if self.report_loss else _OF_CHUNKS[:3]
         vars(made).update({name: getattr(self, name) for name in names})
         vars(made)["_loads"] = vars(self).setdefault("_loads", {})  # see `cost.memory`
@@ -285,7 +286,7 @@ class ChunkPlan:
 
     @cached_property
     def checksum(self) -> int:
-        """A checksum of all fields, for processes that compare their plans."""
+        """CRC-32 of all fields, by which processes compare their plans."""
         return zlib.crc32(repr(self).encode())
 
     @cached_property
@@ -295,18 +296,18 @@ class ChunkPlan:
 
     @cached_property
     def sizes_of_places(self) -> tuple[int, ...]:
-        """Sizes of the places that hold slices, rising: only (1,) where no sequence is sharded."""
+        """Sizes of the slices' places, ascending; (1,) if no sequence is sharded."""
         return tuple(sorted({p.place.size for chunk in self.chunks for p in chunk.slices})) or (1,)
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the stages of which it has a Forward, rising."""
+        """For each rank, the stages that it runs a Forward of, ascending."""
         stages = ({a.stage for a in own if isinstance(a, Forward)} for own in self.actions)
         return tuple(tuple(sorted(own)) for own in stages)
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, the ranks that hold it, rising."""
+        """For each stage, the ranks that hold it, ascending."""
         return tuple(
             tuple(rank for rank, held in enumerate(self.held) if stage in held)
             for stage in range(len(self.stages))
@@ -327,7 +328,7 @@ class ChunkPlan:
 
     @cached_property
     def trees(self) -> dict[int, Tree]:
-        """For each sequence that branches, how the chunks of its group follow one another."""
+        """For each sequence that branches, the tree of the chunks of its group."""
         return {
             seq_id: _tree_of([self.bounds(seq_id, c) for c in self.groups.get(seq_id, ())])
             for seq_id in {s.seq_id for c in self.chunks for s in c.slices if s.parent is not None}
@@ -335,7 +336,7 @@ class ChunkPlan:
 
     @cached_property
     def _behind(self) -> dict[int, dict[int, int]]:
-        """For each branching sequence, the position of the token behind each slice, by token."""
+        """For each sequence that branches, stop of each slice -> position id after that slice."""
         behind: dict[int, dict[int, int]] = {}
         for seq_id in self.trees:
             own = behind[seq_id] = {0: 0}
@@ -345,18 +346,18 @@ class ChunkPlan:
         return behind
 
     def bounds(self, seq_id: int, chunk: int) -> list[Bounds]:
-        """(start, stop, what it goes on from) of a sequence's slices in a chunk."""
+        """Return (start, stop, end of the piece it continues) of a sequence's slices in a chunk."""
         own = (s for s in self.chunks[chunk].slices if s.seq_id == seq_id)
         return [(s.start, s.stop, s.goes_on_from) for s in own]
 
     def position(self, piece: Slice) -> int:
-        """Position of a slice's first token: tokens of its path before it."""
+        """Return the position id of a slice's first token: the tokens before it on its path."""
         behind = self._behind.get(piece.seq_id)
         return piece.start if behind is None else behind[piece.goes_on_from]
 
     @cached_property
     def links(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each chunk, (seq_id, position in its group) of every cut sequence in it."""
+        """For each chunk, (seq_id, the chunk's position in the group) of each cut sequence."""
         links: list[list[tuple[int, int]]] = [[] for _ in self.chunks]
         for seq_id, group in self.groups.items():
             for position, index in enumerate(group):
@@ -365,7 +366,7 @@ class ChunkPlan:
 
     @cached_property
     def num_computed(self) -> dict[int, int]:
-        """For each sequence that is cut, how many of its chunks have a Forward: the first ones."""
+        """For each cut sequence, the number of its first chunks that have a Forward."""
         if self.report_loss:
             return {seq_id: len(group) for seq_id, group in self.groups.items()}
         computed = {a.chunk for acts in self.actions for a in acts if isinstance(a, Forward)}
@@ -376,7 +377,7 @@ class ChunkPlan:
 
     @cached_property
     def piece_lens(self) -> dict[int, list[int]]:
-        """For each sequence that is cut, its tokens in each of its chunks that has a Forward."""
+        """For each cut sequence, its tokens in each of its chunks that have a Forward."""
         return {
             seq_id: [
                 sum(stop - start for start, stop, _ in self.bounds(seq_id, chunk))
@@ -391,7 +392,7 @@ class ChunkPlan:
         return tuple(any(self.is_read(*pair) for pair in pairs) for pairs in self.links)
 
     def is_read(self, seq_id: int, position: int) -> bool:
-        """Whether a later chunk of a sequence's group reads the K,V of one."""
+        """Whether a later chunk of the group reads the K,V of the chunk at `position` in it."""
         tree = self.trees.get(seq_id)
         return tree.continued[position] if tree else position < self.num_computed[seq_id] - 1
 
@@ -401,8 +402,8 @@ class ChunkPlan:
         return frozenset(a.chunk for acts in self.actions for a in acts if isinstance(a, Backward))
 
     def kind(self, chunk: int) -> ChunkKind:
-        """The kind of a chunk. packed: whole sequences; split: a piece; hybrid: a tail piece and
-        whole sequences; dummy: none."""
+        """Return the kind of a chunk. packed: whole sequences; split: a piece of one; hybrid: a
+        last piece and whole sequences; dummy: no slice."""
         slices = self.chunks[chunk].slices
         if not slices:
             return "dummy"
@@ -413,10 +414,8 @@ class ChunkPlan:
 
 
 def _tree_of(group: Sequence[Sequence[Bounds]]) -> Tree:
-    """The tree of a sequence's slices, by chunk; those that share a chunk go on from one piece.
-
-    Raises KeyError where a slice goes on from a token at which no earlier one ends.
-    """
+    """Return the tree of a sequence's chunks, given its slices in each. Slices in one chunk all
+    continue the same piece. Raises KeyError if a slice continues no earlier one's end."""
     by_stop, parents = {0: -1}, []
     for number, slices in enumerate(group):
         parents.append(by_stop[slices[0][2]])
@@ -444,10 +443,11 @@ ONE_DEVICE = Layout()
 
 
 def first_device(plan_rank: int, layout: Layout) -> int:
-    """The number, among all devices of a layout, of the first one that obeys a list of a plan.
+    """Return the global rank of the first device that runs actions[plan_rank].
 
-    Lists are numbered replica by replica, and in each stage by stage; devices with the pool
-    innermost and the stages outermost, so that those which share a stage's weights are neighbours.
+    Action lists are numbered replica by replica and, within a replica, stage by stage. Devices are
+    numbered with sp innermost and pp outermost, so that devices which share a stage's weights are
+    neighbours.
     """
     replica, stage = divmod(plan_rank, layout.pp)
     return (stage * layout.dp + replica) * layout.sp

@@ -1,13 +1,13 @@
-"""Which rows of a chunk are where: before, during and after the exchanges of its places.
+"""The rows of a chunk on each process, before and after the all-to-alls of sequence parallelism.
 
-A level is what a process has in common with one place: the rows of all slices of a chunk that lie
-on it, one slice behind the other. Before the exchange each process of the place has an equal part
-of these rows with all heads; after it, all rows with its part of the heads. Where the place is
-larger than the heads can be divided, it falls into inner places of equally many processes: queries
-stay within an inner place, keys and values are gathered by all. Pure integers: inputs, attention,
-messages and losses read them here, and none of them decides anew.
+A place is the sequence-parallel group of a slice. A level is one place of a process with the rows
+of all slices of a chunk that lie on it, concatenated. Before the exchange each process of the place
+has an equal part of these rows with all heads; after it, all rows with its part of the heads. If
+the place has more processes than the heads can be divided among, it consists of inner places of
+equal size: queries are exchanged within an inner place, keys and values gathered from the whole
+place. Inputs, attention, messages and losses all read these integers.
 
-    s  processes of the place;  u  those among which heads are divided;  c = s / u  inner places
+    s  processes of the place;  u  processes that divide the heads;  c = s / u  inner places
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from operator import attrgetter
 from furlong.plan.plan import Chunk, Slice
 
 Run = tuple[int, int, int]
-"""Consecutive rows: (whose they are, start, stop)."""
+"""Consecutive rows: (owner, start, stop); the owner is a sequence, a slice or an inner place."""
 
 
 @cache
 def inner_size(size: int, num_heads: int, num_kv_heads: int) -> int:
-    """Processes in each inner group of a place of `size`: as many as can divide the query heads,
-    where each process has whole K,V heads or shares one. The place is size / inner such groups:
-    each attends for its part of the rows, to K,V that the exchange gathers from the whole place."""
+    """Return the processes per inner place of a place of `size`: the most that can divide the query
+    heads, with whole K,V heads on each process or one shared by several. Each of the size / inner
+    places attends for its part of the rows, to K,V gathered from the whole place."""
     fitting = (n for n in range(gcd(size, num_heads), 1, -1) if gcd(size, num_heads) % n == 0)
     return next((n for n in fitting if num_kv_heads % n == 0 or n % num_kv_heads == 0), 1)
 
@@ -40,50 +40,51 @@ class Stretch:
     start: int
     stop: int
     position: int
-    """Position of its first token in its sequence."""
+    """Position id of its first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedSlice:
-    """A slice of a chunk as a process has it after the exchange."""
+    """A slice of a chunk on one process after the exchange."""
 
     index: int
-    """Its number among the slices of the chunk."""
+    """Index of the slice in the chunk."""
     start: int
-    """Position of its first token in its sequence."""
+    """Position id of its first token."""
     stretches: tuple[Stretch, ...]
-    """Its query rows: all of them in one stretch, or those of an inner place in at most two."""
+    """Its query rows: one stretch, or at most two for the part of an inner place."""
     keys: tuple[int, int]
-    """Its rows among the keys and values in token order."""
+    """(start, stop) of its rows among the keys and values in token order."""
     joins: bool = False
-    """Whether its prefix is that of the slice before it: both are branches of one parent."""
+    """Whether it shares the prefix of the slice before it: both are branches of one parent."""
 
     @property
     def num_pairs(self) -> int:
-        """Twice its pairs of a query and a key, about, over all processes."""
+        """About twice the number of its query-key pairs, over all processes."""
         num_tokens = self.keys[1] - self.keys[0]
         return num_tokens * (2 * self.start + num_tokens)
 
 
 @dataclass(frozen=True)
 class Level:
-    """The rows of one place, which a process exchanges with the others of it."""
+    """The rows that a process exchanges within one of its places."""
 
     size: int
-    """Processes of the place; 1: the rows are the process's own, and nothing is exchanged."""
+    """Processes of the place; 1: nothing is exchanged."""
     inner_size: int
-    """Processes among which heads are divided; where it is less than `size`, there are several
-    such inner places, and keys and values are gathered."""
+    """Processes that divide the heads. If fewer than `size`, the place has several inner places,
+    and keys and values are gathered."""
     member: int
-    """The process's number in the place."""
+    """The process's rank in the place."""
     local: tuple[int, int]
-    """The rows that it has before the exchange, among all that it has of the chunk."""
+    """(start, stop) of the level's rows before the exchange, among the process's rows of the
+    chunk."""
     shares: tuple[int, ...]
     """Rows of each process of the place before the exchange."""
     slices: tuple[PlacedSlice, ...]
     key_runs: tuple[Run, ...] = ()
-    """The keys in token order as (number, start, stop) of what comes from each inner place; empty
-    where nothing is gathered, since they then come in token order."""
+    """The keys in token order, as (inner place, start, stop) of rows gathered from it; empty with a
+    single inner place, whose keys are in token order."""
 
     @property
     def num_inner(self) -> int:
@@ -91,7 +92,7 @@ class Level:
 
     @property
     def inner(self) -> int:
-        """The number of the process's inner place."""
+        """Index of the process's inner place."""
         return self.member // self.inner_size
 
     @cached_property
@@ -108,12 +109,12 @@ class Level:
 
 @dataclass(frozen=True)
 class ChunkRows:
-    """The rows of a chunk that one process of a pool has, and what it exchanges."""
+    """The rows of a chunk on one process of a pool, by level."""
 
     levels: tuple[Level, ...]
-    """Places that hold slices, in falling size: the order in which all exchange."""
+    """Levels by falling size of their place: the order in which all processes exchange."""
     tokens: tuple[Run, ...]
-    """(seq_id, start, stop) of the process's rows before the exchange, in their order."""
+    """(seq_id, start, stop) of the process's rows before the exchange, in row order."""
 
     @cached_property
     def num_tokens(self) -> int:
@@ -121,8 +122,8 @@ class ChunkRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows of hidden states: a process without a token has one of no sequence, since a model
-        does not take none."""
+        """Rows of hidden states: a process without tokens computes one of no sequence, since a
+        model needs at least one."""
         return max(1, self.num_tokens)
 
     @cached_property
@@ -135,12 +136,12 @@ class ChunkRows:
         return next((level for level in self.levels if level.size == 1), None)
 
     def runs(self) -> Iterator[tuple[Run, int]]:
-        """Each run of tokens, with the row of its first."""
+        """Yield each run of tokens with the row of its first token."""
         return _with_rows(self.tokens)
 
 
 def _with_rows(runs: Iterable[Run]) -> Iterator[tuple[Run, int]]:
-    """Each run, with the row of its first token where they lie behind one another."""
+    """Yield each run with the row of its first token when the runs are concatenated."""
     row = 0
     for run in runs:
         yield run, row
@@ -151,9 +152,9 @@ def rows_of(
     chunk: Chunk, process: int, *, sp_size: int, q_heads: int, kv_heads: int,
     position: Callable[[Slice], int] = attrgetter("start"),
 ) -> ChunkRows:  # fmt: skip
-    """The rows of a chunk that `process` of a pool of `sp_size` has, for a model with so many query
-    and key-value heads. `position`: of a slice's first token; where sequences branch it is another
-    than that token's number."""
+    """Return the rows of a chunk on `process` of a pool of `sp_size`, for a model with so many
+    query and key-value heads. `position` returns the position id of a slice's first token, which in
+    a branch differs from the token's index."""
     assert 0 <= process < sp_size, f"process {process} of a pool of {sp_size}"
     by_size: dict[int, list[tuple[int, Slice]]] = {}
     for index, piece in enumerate(chunk.slices):
@@ -176,7 +177,7 @@ def _level(
     slices: Sequence[tuple[int, Slice]], size: int, u: int, member: int, row: int,
     position: Callable[[Slice], int],
 ) -> tuple[Level, list[Run]]:  # fmt: skip
-    """A level whose local rows begin at `row`, and the runs of its local tokens."""
+    """Return the level whose local rows begin at `row`, and the runs of its local tokens."""
     num_inner, own_inner = size // u, member // u
     inners = [_inner_runs([piece for _, piece in slices], b, num_inner) for b in range(num_inner)]
     totals = [sum(stop - start for _, start, stop in runs) for runs in inners]
@@ -194,10 +195,10 @@ def _level(
 
 
 def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[Run]:
-    """(number, start, stop) of the tokens that an inner place has of each slice, by position.
+    """Return (index of the slice, start, stop) of the tokens that inner place `inner` computes.
 
-    Of 2c parts of a slice the inner place b has b and 2c-1-b: an early one, which sees little, and
-    a late one, so that all see equally much.
+    Each slice is cut into 2c parts, and inner place b computes parts b and 2c-1-b: an early one
+    with few keys and a late one with many, so that all have equal work under the causal mask.
     """
     if num_inner == 1:
         return [(at, piece.start, piece.stop) for at, piece in enumerate(slices)]
@@ -214,7 +215,7 @@ def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[Run
 def _placed(
     slices: Sequence[tuple[int, Slice]], runs: Sequence[Run], position: Callable[[Slice], int]
 ) -> tuple[PlacedSlice, ...]:
-    """The slices of a level with the query rows of an inner place, whose tokens are `runs`."""
+    """Return the slices of a level with the query rows of the inner place with tokens `runs`."""
     stretches: list[list[Stretch]] = [[] for _ in slices]
     for (at, start, stop), row in _with_rows(runs):
         piece = slices[at][1]
@@ -231,7 +232,7 @@ def _placed(
 
 
 def _key_runs(inners: Sequence[Sequence[Run]]) -> tuple[Run, ...]:
-    """Where the tokens of all slices, in order, lie among the rows of each inner place."""
+    """Return the rows of all tokens in token order, as runs (inner place, start, stop)."""
     found = sorted(
         ((at, start), (inner, row, row + stop - start))
         for inner, runs in enumerate(inners)
@@ -241,7 +242,7 @@ def _key_runs(inners: Sequence[Sequence[Run]]) -> tuple[Run, ...]:
 
 
 def _cut(runs: Sequence[Run], rows: range) -> list[Run]:
-    """Those tokens of consecutive runs that lie in `rows`."""
+    """Return the tokens of concatenated runs that lie in `rows`."""
     found: list[Run] = []
     for (seq_id, start, stop), row in _with_rows(runs):
         first, end = max(rows.start, row), min(rows.stop, row + stop - start)

@@ -1,6 +1,6 @@
 """The tokens of a cut sequence that a layer stores, and the segments that they are cut into.
 
-Pure integers: what the store does and what the cost model counts follow from them.
+The KV store and the cost model both follow these integers.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from itertools import accumulate
 from furlong.plan.plan import Tree
 
 NUM_HOT = 2
-"""Newest segments of a prefix whose gradients stay on the device though K,V live elsewhere."""
+"""Newest segments of a prefix whose gradients stay on the device when K,V are offloaded."""
 KERNEL_STEP = 128
-"""cuDNN takes rows and keys in multiples of this (`furlong.ops.backends.cudnn`)."""
+"""cuDNN requires multiples of this many rows and keys (`furlong.ops.backends.cudnn`)."""
 _MIN_SEGMENT_TOKENS, _MAX_SEGMENT_TOKENS, _MAX_BLOCK_TOKENS = 512, 8192, 32_768
 _SEGMENT_BYTES = {"cpu": 2**21}
 _SEGMENT_BYTES_ELSEWHERE = 2**25
-"""8,192 keys of 8 heads of 128 in 16 bits: what a GPU does around a call would cost a fifth of one
-of 2,048 keys."""
+"""Bytes of 8,192 keys and values with 8 heads of 128 in 16 bits. With 2,048 keys, a GPU's overhead
+per call would be a fifth of the call."""
 
 
 def row_step(device_type: str, sp_size: int = 1) -> int:
-    """The tokens of which planners make slices of `sp_size` processes a multiple."""
+    """Return the number of tokens to whose multiples planners cut slices on `sp_size` processes."""
     return KERNEL_STEP * sp_size if device_type == "cuda" else 1
 
 
 def segment_tokens(token_bytes: float, device_type: str, is_moved: bool) -> int:
-    """Stored tokens per segment, where K and V of a token and layer take `token_bytes`.
+    """Return the stored tokens per segment; K and V of a token take `token_bytes` in a layer.
 
-    A segment is the keys of one call. Of those that stay on a GPU each call may have as many as a
-    kernel takes: every block costs a pass over the rows' float32 output. Segments that are moved
-    need staging, and the newest gradients wait on the device in whole ones.
+    A segment holds the keys of one kernel call. On a GPU without offload it is as large as a kernel
+    allows, since each call costs a pass over the rows' float32 output. Segments that are moved
+    (`is_moved`) are smaller: they need staging buffers, and the newest gradients stay on the device
+    in whole segments.
     """
     if device_type == "cuda" and not is_moved:
         return _MAX_BLOCK_TOKENS
@@ -49,14 +50,14 @@ class StoredTokens:
     lens: tuple[int, ...]
     """Tokens of each piece."""
     offsets: tuple[int, ...]
-    """offsets[p] : offsets[p + 1] are the stored tokens of piece p; a last piece stores none."""
+    """offsets[p] : offsets[p + 1] are the stored tokens of piece p; none if no piece reads it."""
     bounds: tuple[int, ...]
     """bounds[i] : bounds[i + 1] are the tokens of segment i."""
     with_gradients: tuple[range, ...] | None = None
-    """The tokens whose gradients are kept, ascending; None: all. Others are of chunks that were
-    not drawn in a sampled plan: what later ones would send them is dropped."""
+    """The tokens whose gradients are kept, ascending; None: all. The others belong to chunks that a
+    sampled plan did not draw: gradients sent to them are dropped."""
     tree: Tree | None = None
-    """How pieces follow one another; None: each follows the one before it."""
+    """The tree of the pieces; None: each follows the one before it."""
 
     @classmethod
     def of(
@@ -67,8 +68,9 @@ class StoredTokens:
         tree: Tree | None = None,
         block: int | None = None,
     ) -> StoredTokens:
-        """The stored tokens of pieces: through a window of w, later ones see w - 1 of each; of
-        attention blocks, those of the one that is open at its end."""
+        """Return the stored tokens of pieces with `lens` tokens, cut into segments of
+        `per_segment`. With a sliding window of w, only the last w - 1 tokens of a piece are stored;
+        with attention blocks, only those of the unfinished block at its end."""
         is_read = tree.continued if tree else (*(True for _ in lens[1:]), False)
         longest = max(lens, default=0) if window is None else window - 1
         kept = [min(n, longest) if read else 0 for n, read in zip(lens, is_read, strict=True)]
@@ -80,12 +82,12 @@ class StoredTokens:
         return cls(tuple(lens), offsets, bounds, tree=tree)
 
     def with_gradients_of(self, pieces: Iterable[int]) -> StoredTokens:
-        """These tokens with gradients of some pieces alone, which ascend."""
+        """Return a copy that keeps gradients of `pieces` only (ascending)."""
         parts = _joined(own for piece in pieces if (own := self.of_piece(piece)))
         return replace(self, with_gradients=tuple(parts))
 
     def gradients_in(self, tokens: range) -> list[range]:
-        """The part of `tokens` whose gradients are kept, as ranges."""
+        """Return the ranges of `tokens` whose gradients are kept."""
         if self.with_gradients is None:
             return [tokens] if tokens else []
         first = bisect_right(self.with_gradients, tokens.start, key=lambda part: part.stop)
@@ -97,7 +99,7 @@ class StoredTokens:
         return found
 
     def seen_from(self, piece: int, window: int | None) -> tuple[range, ...]:
-        """Stored tokens before `piece` that its tokens see, as ranges behind one another."""
+        """Return the ranges of stored tokens before `piece` that it sees, ascending."""
         runs: list[range] = [range(self.offsets[piece])]
         if self.tree is not None:
             runs = _joined(self.of_piece(earlier) for earlier in self.tree.path(piece))
@@ -114,28 +116,28 @@ class StoredTokens:
         return range(self.offsets[piece], self.offsets[piece + 1])
 
     def seen_segments(self, piece: int, window: int | None) -> Sequence[int]:
-        """Segments that hold tokens which a piece sees, ascending."""
+        """Return the segments with tokens that a piece sees, ascending."""
         runs = [self.segments(run) for run in self.seen_from(piece, window)]
         if len(runs) < 2:
             return runs[0] if runs else range(0)
         return sorted({index for run in runs for index in run})
 
     def segments(self, tokens: range) -> range:
-        """Segments that hold some of `tokens`."""
+        """Return the segments that hold some of `tokens`."""
         if not tokens:
             return range(0)
         per_segment = self.bounds[1]  # all but the last have as many tokens as the first
         return range(tokens.start // per_segment, (tokens.stop - 1) // per_segment + 1)
 
     def pieces(self, tokens: range) -> list[int]:
-        """Pieces that hold some of `tokens`."""
+        """Return the pieces that hold some of `tokens`."""
         first = bisect_right(self.offsets, tokens.start) - 1
         last = bisect_left(self.offsets, tokens.stop)
         return [p for p in range(first, last) if self.of_piece(p)] if tokens else []
 
 
 def _joined(parts: Iterable[range]) -> list[range]:
-    """Ascending ranges, those that lie behind one another as one."""
+    """Merge adjacent ones of ascending ranges."""
     runs: list[range] = []
     for part in parts:
         if runs and runs[-1].stop == part.start:

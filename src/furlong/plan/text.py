@@ -9,11 +9,11 @@
     unshard 0, reshard 0, reduce 0
     0:0-4096@2        a slice: tokens [0, 4096) of sequence 0 on process 2 (none: on process 0)
     0:0-4096@4-7      ... spread over the processes 4 to 7; @* over the whole pool
-    0:92-110<75       a branch: it goes on from behind token 74, not from the piece before it
+    0:92-110<75       a branch: it continues the piece that ends at 75, not the one before it
     dummy             a chunk without slices
 
-A capital letter is computation on a cell; everything else is a word. A saved plan is JSON with one
-chunk and one action per line.
+A capital letter stands for computation on a cell; all other actions are words. A saved plan is JSON
+with one chunk and one action per line.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from furlong.units import count_words
 
 
 def format_action(action: Action) -> str:
-    """The short form of an action."""
+    """Return the short form of an action."""
     match action:
         case Forward(chunk, stage, keep, layers):
             return f"F{chunk}.{stage} {keep}" + (f" l{layers}" if layers else "")
@@ -102,7 +102,8 @@ _SLICE = re.compile(r"(\d+):(\d+)-(\d+)(?:@(?:(\d+)(?:-(\d+))?|(\*)))?(?:<(\d+))
 
 
 def parse_action(text: str, *, source: str = "an action's text") -> Action:
-    """The action whose short form is `text`; `source` tells a message where the text came from."""
+    """Parse the short form of an action. Raises UserError, which names `source` as the text's
+    origin."""
     try:
         for pattern, build in _FORMS:
             if found := re.fullmatch(pattern, text):
@@ -113,8 +114,8 @@ def parse_action(text: str, *, source: str = "an action's text") -> Action:
 
 
 def format_chunk(chunk: Chunk, sp_size: int = 1) -> str:
-    """The short forms of a chunk's slices, one after the other, `dummy` where it has none;
-    `sp_size`: processes of the whole pool."""
+    """Return the short forms of a chunk's slices, separated by spaces, or `dummy` if it has none;
+    `sp_size`: processes of the pool."""
     words = (
         f"{s.seq_id}:{s.start}-{s.stop}{_format_place(s.place, sp_size)}"
         + ("" if s.parent is None else f"<{s.parent}")
@@ -132,7 +133,8 @@ def _format_place(place: Place, sp_size: int) -> str:
 
 
 def parse_chunk(text: str, *, sp_size: int = 1, source: str = "a chunk's text") -> Chunk:
-    """The chunk whose short form is `text`; `sp_size`: what "@*" stands for."""
+    """Parse the short form of a chunk; `sp_size`: processes of the pool, for "@*". Raises
+    UserError, which names `source` as the text's origin."""
     if text == _DUMMY:
         return Chunk(())
     slices = []
@@ -151,7 +153,7 @@ def parse_chunk(text: str, *, sp_size: int = 1, source: str = "a chunk's text") 
 
 
 def _unreadable(given: str, required: str, source: str = "a saved plan") -> UserError:
-    """The error for a text that is no plan, or no part of one."""
+    """Return the error for a text that is not a plan or a part of one."""
     return UserError(
         given=given,
         required=required,
@@ -164,11 +166,11 @@ KIND_WORDS = {
     "kv": "K,V", "kv_gradients": "dK,dV", "inputs": "stage inputs", "attention": "attention",
     "graphs": "graphs",
 }  # fmt: skip
-"""Words for the kinds of memory that may be offloaded."""
+"""Words for the kinds of memory that can be offloaded."""
 
 
 def offload_in_words(offload: Offload) -> str:
-    """Where each kind of memory lies, in a few words."""
+    """Return words for where each kind of memory is stored."""
     words = {"none": "device", "cpu": "CPU", "disk": "disk"}
     held: dict[OffloadTarget, list[str]] = {}
     for kind, target in asdict(offload).items():
@@ -179,7 +181,7 @@ def offload_in_words(offload: Offload) -> str:
 
 
 def format_plan(plan: ChunkPlan) -> str:
-    """A page for a person: the chunks with their kinds, then every rank's actions."""
+    """Return a readable page: the chunks with their kinds, then the actions of each rank."""
     lines = [
         f"{count_words(len(plan.seq_lens), 'sequence')},"
         f" {count_words(sum(plan.seq_lens), 'token')}, "
@@ -201,7 +203,7 @@ def format_plan(plan: ChunkPlan) -> str:
     for rank, actions in enumerate(plan.actions):
         lines.append(f"rank {rank}")
         texts = ", ".join(format_action(action).replace(" ", "\xa0") for action in actions)
-        # no-break spaces, so that no line ends within an action
+        # no-break spaces keep an action on one line
         wrapped = textwrap.wrap(texts, 100, initial_indent="  ", subsequent_indent="  ")
         lines += [line.replace("\xa0", " ") for line in wrapped]
     return "\n".join(lines) + "\n"
@@ -231,8 +233,8 @@ class _Saved(BaseModel, extra="forbid", strict=True):
 
 
 def save_plan(plan: ChunkPlan, made_for: Mapping[str, Any] | None = None) -> str:
-    """JSON that a person can read: one chunk and one action per line. `made_for`: plain values that
-    `load_plan` passes over, such as the model and the devices."""
+    """Return a plan as JSON, with one chunk and one action per line. `made_for`: plain values that
+    `load_plan` ignores, such as the model and the devices."""
     texts = {
         "made_for": json.dumps(made_for),
         "version": str(VERSION),
@@ -253,7 +255,8 @@ def _lines(texts: Iterable[str]) -> str:
 
 
 def load_plan(text: str) -> ChunkPlan:
-    """The plan that `save_plan` wrote. Says nothing about legality: that is `plan.check`."""
+    """Parse a plan that `save_plan` wrote; `plan.check` checks whether it is legal. Raises
+    UserError."""
     try:
         saved = _Saved.model_validate_json(text)
     except ValidationError as error:
@@ -277,6 +280,5 @@ def load_plan(text: str) -> ChunkPlan:
 
 
 def read_made_for(text: str) -> Any:
-    """The `made_for` that `save_plan` was given, if nobody edited it; empty where it was given
-    none."""
+    """Return the `made_for` of a saved plan, an empty dict if it has none."""
     return json.loads(text).get("made_for", {})
