@@ -1,1 +1,1 @@
-"""The simulator: a plan on the clock of a cost model, and what its timeline amounts to."""
+"""The simulator: timelines of plans on a cost model, and figures of timelines."""

@@ -1,36 +1,36 @@
-"""The clock: the times at which all actions of a plan would run, as a Timeline.
+"""The clock: simulated start and stop times of all actions of a plan, as a Timeline.
 
-Every rank goes through its list in order. Cells take the compute lane, one after the other. What a
-cell copies to or from its target runs beside it, and the rank goes on when both are done. A message
-takes the link from its sender to its receiver, a channel of its own that keeps their order: a Send
-never waits, a Recv waits for its message (isend and a queue per direction). A collective of the
-ranks of a stage starts when the last of them has come to it:
+Each rank runs its list in order, with one computation at a time on its compute lane. Copies of a
+cell to or from its offload target run concurrently, and the rank continues when both are done. A
+message uses the link from its sender to its receiver, which delivers in order: a Send never waits,
+a Recv waits for its message (isend and a queue per direction). A collective of the ranks of a stage
+starts when the last of them has entered it:
 
-    collective      starts when                     its ranks go on
-    Unshard         all have come, links are free   when what is beside the layers is there
-    Reduce          all have come                   at once, but on a CPU when it is over
-    pass in step    all have come                   when the slowest of them is through
-    gathering pass  all have come                   when they are through themselves
-    reducing pass   all have come                   when they are through themselves
+    collective      starts when                      its ranks continue
+    Unshard         all entered, links are free      when weights outside the layers are gathered
+    Reduce          all entered                      at once; on a CPU when it has ended
+    lockstep pass   all entered                      when the slowest of them has finished
+    gathering pass  all entered                      when their own work has finished
+    reducing pass   all entered                      when their own work has finished
 
-An Unshard gathers what is in front of the layers, for which its ranks wait, then one layer after
-the other in equal times, and the head, beside what they compute. The first pass through the stage
-runs each layer when that is there: it is recorded as if it waited for all of them in front of its
-first layer. So does the first pass with a loss for the head.
+An Unshard first gathers weights before the layers (the embedding), for which its ranks wait. Then,
+concurrently with computation, it gathers the layers in equal times and the head. The first pass
+through the stage needs each layer when it reaches it; the record puts all of this waiting before
+its first layer. The first pass with a loss waits for the head in the same way.
 
-A Reduce begins layer by layer beside the stage's last Backward, as far as the links are free then;
-its action stands for what is left of it.
+A Reduce runs layer by layer during the stage's last Backward, as far as the links are free; its
+action stands for the remainder.
 
-A pass is in step where the plan gathers weights with every pass: then the n-th passes of all ranks
-of a stage, whatever their chunks, are one collective; a rank's record ends with its own work, so
-that the rest shows as waiting. Else the first pass of a stage gathers its weights, unless an
-Unshard does, and its last Backward adds gradients up: whoever comes to them first waits, and so
-does the gradient that it has for the stage before.
+Passes are in lockstep if the plan gathers weights with each pass: the n-th passes of all ranks of a
+stage, whatever their chunks, are then one collective. A rank's record ends with its own work, so
+the rest shows as waiting. Otherwise the first pass of a stage gathers its weights, unless an
+Unshard does, and its last Backward reduces gradients: the first rank to arrive waits, and so does
+the gradient that it sends to the stage before.
 
-Where two ranks wait only for each other, the order in which they are looked at does not matter: all
-times follow from the plan. Left out: the links of different pairs of ranks share no bandwidth.
+All times follow from the plan, whatever order ranks are visited in. Simplification: links of
+different pairs of ranks share no bandwidth.
 
-Behind the clock: the figures of a timeline, simulated or measured (seconds of each rank, the bubble
+The second half computes figures of a simulated or measured timeline (seconds of each rank, bubble
 ratio).
 """
 
@@ -60,7 +60,7 @@ from furlong.plan.plan import (
 from furlong.timeline import Lane, Record, Timeline
 
 Collective = tuple[type[Action] | Literal["pass", "gathering", "reducing"], int]
-"""The kind of a collective, and its stage."""
+"""(kind of a collective, its stage)."""
 
 
 def _joins(plan: ChunkPlan, rank: int, shared: Collection[int]) -> list[Collective | None]:
@@ -88,45 +88,45 @@ def _joins(plan: ChunkPlan, rank: int, shared: Collection[int]) -> list[Collecti
 
 _Pair = tuple[int, int]
 _Joined = tuple[Collective, int]
-"""A collective, and which of its occurrences, for every rank numbers them from 0."""
+"""(collective, number of its occurrence, which each rank counts from 0)."""
 _LINKED = (Send, Recv, Unshard, Reduce)
 
 
 class ActionCosts(Protocol):
-    """The seconds that the clock asks of a cost model."""
+    """The seconds that the clock needs from a cost model."""
 
     def compute_s(self, action: Action, rank: int) -> float:
-        """Seconds of any action but Send and Recv. An Unshard takes the link for so long, a Reduce
-        goes on for so long behind its stage's last Backward; the slowest of their ranks counts."""
+        """Return the seconds of any action but Send and Recv: for an Unshard, those on the link;
+        for a Reduce, those after its stage's last Backward. The slowest rank's count."""
 
     def transfer_s(self, action: Send, rank: int) -> float:
-        """Seconds that the message takes from `rank` to its peer."""
+        """Return the seconds that a message takes from `rank` to its peer."""
 
     def link_s(self, action: Reduce, rank: int) -> float:
-        """Seconds for which a Reduce takes the link, those beside the last Backward among them."""
+        """Return the seconds of a Reduce on the link, including those during the last Backward."""
 
     def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
-        """Seconds of a collective, from its start, in which its ranks compute nothing."""
+        """Return the first seconds of a collective, during which its ranks compute nothing."""
 
     def head_s(self, action: Unshard, rank: int) -> float:
-        """Seconds of an Unshard, at its end, that are of the head."""
+        """Return the last seconds of an Unshard, in which it gathers the head."""
 
 
 class CopyCosts(Protocol):
-    """The seconds of copies that the clock asks of a cost model."""
+    """The seconds of copies that the clock needs from a cost model."""
 
     def copy_s(self, action: Action, rank: int) -> float:
-        """Seconds of copies of offloaded tensors that run beside the action."""
+        """Return the seconds of copies of offloaded tensors that run during the action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds since the start of the step at which every action starts and stops, per rank."""
+    """Start and stop of each action, in seconds since the start of the step: [rank][index]."""
 
     start_s: list[list[float]]
     stop_s: list[list[float]]
     copy_stop_s: dict[tuple[int, int], float]
-    """When the copies of (rank, place in its list) stop, where there are any."""
+    """(rank, index of the action) -> stop of its copies, if it has any."""
 
     @property
     def duration_s(self) -> float:
@@ -135,7 +135,7 @@ class Times:
         return max(last, max(self.copy_stop_s.values(), default=0.0))
 
     def busiest_s(self, plan: ChunkPlan) -> float:
-        """Seconds in which the rank that does so longest computes, or copies beside that."""
+        """Return the most seconds that a rank spends in computing actions and their copies."""
         return max(
             sum(
                 max(stops[i], self.copy_stop_s.get((rank, i), 0.0)) - starts[i]
@@ -154,12 +154,20 @@ def simulate(
     device_bytes: Sequence[Sequence[int]] | None = None,
     offloaded_bytes: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
-    """The plan's timeline on a cost model; the plan has passed `plan.check`.
+    """Return the timeline of a plan that has passed `plan.check`.
 
-    A Recv is recorded from where its rank waits for a message that is on its way: waiting for one
-    that has not been sent yet is no communication, and stays empty. `device_bytes`,
-    `offloaded_bytes`: [rank][action], the peak while the action runs; None: all are 0. Raises
-    PlanError where ranks wait for each other.
+    A Recv is recorded from when its rank waits and the message has been sent; time before the Send
+    shows as idle.
+
+    Args:
+        plan: The plan.
+        costs: Seconds of its actions.
+        copies: Seconds of its copies; None: no copies.
+        device_bytes: [rank][action], peak bytes during the action; None: all are 0.
+        offloaded_bytes: the same for offloaded tensors.
+
+    Raises:
+        PlanError: Ranks wait for each other.
     """
     times = time_actions(plan, costs, copies=copies)
     records: list[Record] = []
@@ -174,19 +182,19 @@ def simulate(
             records.append(Record(rank, lane, action, start, stops[index], *in_use))
             if copied := times.copy_stop_s.get((rank, index)):
                 records.append(Record(rank, "copy", action, start, copied, *in_use))
-    # sorting is stable: a rank's records that end together stay in the order of its list
+    # the sort is stable: a rank's records with one stop keep the order of its list
     records.sort(key=lambda record: record.stop_s)
     return Timeline(tuple(records))
 
 
 def time_actions(plan: ChunkPlan, costs: ActionCosts, *, copies: CopyCosts | None = None) -> Times:
-    """The times of `simulate` without records: for those who want the makespan of many plans."""
+    """Return the times of `simulate` without records, for the makespans of many plans."""
     return Clock(plan, costs, copies).run()
 
 
 class Clock:
-    """One run of the clock. Ranks are generators that yield the one event that they wait for: a
-    message of a channel, or an occurrence of a collective."""
+    """One run of the clock. Each rank is a generator that yields while it waits: for a message of
+    a channel, or for an occurrence of a collective."""
 
     def __init__(
         self, plan: ChunkPlan, costs: ActionCosts, copies: CopyCosts | None = None
@@ -198,37 +206,38 @@ class Clock:
         self._stop_s = [[-1.0] * len(actions) for actions in plan.actions]
         self._copy_stop_s: dict[tuple[int, int], float] = {}
         self._spans: dict[_Pair, list[tuple[float, float]]] = defaultdict(list)
-        """Per channel, when each message starts and stops, as far as that is known."""
+        """(sender, receiver) -> (start, stop) of each message sent so far."""
         self._received: Counter[_Pair] = Counter()
-        """Per channel, the messages that the receiver has taken."""
+        """(sender, receiver) -> number of messages received so far."""
         self._joins = [_joins(plan, rank, shared) for rank in ranks]
-        """Per rank and action, the collective that it is part of."""
+        """[rank][action] -> the collective that the action is part of."""
         self._num_ranks = Counter(key for joins in self._joins for key in set(joins) if key)
         self._joined: Counter[tuple[Collective, int]] = Counter()
-        """Per collective and rank, the occurrences that it has come to."""
+        """(collective, rank) -> number of occurrences that the rank has entered."""
         self._come: dict[_Joined, list[tuple[int, int, float]]] = defaultdict(list)
-        """The (rank, place in its list, time) that have come to an occurrence."""
+        """(rank, index of the action, time) of each rank that has entered an occurrence."""
         self._settled_s: dict[_Joined, float] = {}
-        """When an occurrence stops, once all have come."""
+        """Stop of each occurrence that all its ranks have entered."""
         self._link_free_s = [0.0 for _ in ranks]
 
     def run(self) -> Times:
         walks = [self._walk(rank) for rank in range(len(self._plan.actions))]
         waits: list[object] = []
         before: list[object] | None = None
-        while waits != before:  # each rank as far as it gets, until none gets on
+        while waits != before:  # run each rank until it waits; end when no rank advances
             before, waits = waits, [next(walk, None) for walk in walks]
         if stuck := [rank for rank, stops in enumerate(self._stop_s) if -1.0 in stops]:
             raise PlanError(f"the ranks {stuck} wait for each other: the plan was not checked")
         return Times(self._start_s, self._stop_s, self._copy_stop_s)
 
     def _walk(self, rank: int) -> Iterator[object]:
-        """Go through a rank's list; yield what it waits for, where that has no time yet."""
+        """Simulate one rank; yield what it waits for until that has a time."""
         actions, starts, stops = self._plan.actions[rank], self._start_s[rank], self._stop_s[rank]
         now = 0.0  # when the rank is free for its next action
         index = 0
-        unsharding: dict[int, tuple[int, _Joined]] = {}  # by stages that no pass has used yet
-        heads: dict[int, tuple[int, _Joined]] = {}  # by stages whose head none has used
+        # stage -> its Unshard, until the first pass, or the first with a loss, has waited for it
+        unsharding: dict[int, tuple[int, _Joined]] = {}
+        heads: dict[int, tuple[int, _Joined]] = {}
         while index < len(actions):
             action = actions[index]
             if isinstance(action, (Send, Recv)):
@@ -236,7 +245,7 @@ class Clock:
                 index += count
                 continue
             if isinstance(action, (Unshard, Reduce)):
-                # runs on the link, beside the cells that follow
+                # runs on the link, concurrently with the next actions
                 joined = self._join(rank, index, now)
                 if isinstance(action, Unshard):
                     unsharding[action.stage] = heads[action.stage] = index, joined
@@ -261,7 +270,7 @@ class Clock:
                 starts[index] = now
                 stops[index] = free = now + self._costs.compute_s(action, rank)
             else:
-                # the last rank to come writes this one's start and stop
+                # the last rank to enter writes this rank's start and stop
                 free = yield from self._end(self._join(rank, index, now))
                 if not self._plan.regathers or self._plan.replicated:
                     free = stops[index]
@@ -274,7 +283,8 @@ class Clock:
     def _exchange(
         self, rank: int, index: int, now: float
     ) -> Generator[object, None, tuple[int, float]]:
-        """The message at `index`: how many actions that was, and when the rank is free again."""
+        """Simulate the message at `index`; return the number of actions done, and the time at
+        which the rank is free again."""
         action = self._plan.actions[rank][index]
         if isinstance(action, Send):
             channel = rank, action.peer
@@ -297,7 +307,7 @@ class Clock:
         return 1, now
 
     def _join(self, rank: int, index: int, now: float) -> _Joined:
-        """Come to a collective; the last of its ranks settles its times, and wakes the others."""
+        """Enter a collective; the last rank to enter computes its times, which wakes the others."""
         key = self._joins[rank][index]
         assert key is not None
         joined = key, self._joined[key, rank]
@@ -314,7 +324,7 @@ class Clock:
         own_s = [self._costs.compute_s(self._plan.actions[rank][i], rank) for rank, i, _ in come]
         stop = start + max(own_s)
         if joined[0][0] is Reduce:
-            # beside the last Backward it had the link when that was free
+            # it began during the last Backward if the link was free then
             came = max(at for _, _, at in come)
             stop = came + max(own_s)
             for rank, i, _ in come:
@@ -322,7 +332,7 @@ class Clock:
                 assert isinstance(reduce, Reduce)
                 stop = max(stop, self._link_free_s[rank] + self._costs.link_s(reduce, rank))
         for (rank, i, _), seconds in zip(come, own_s, strict=True):
-            # a link is in use to the end; a rank that is through with its pass only waits
+            # a link is busy to the end; a rank that has finished its pass only waits
             self._start_s[rank][i] = start
             self._stop_s[rank][i] = stop if on_link else start + seconds
             if on_link:
@@ -330,8 +340,8 @@ class Clock:
         self._settled_s[joined] = stop
 
     def _entered_s(self, rank: int, at: int, action: Action) -> float:
-        """When the first pass through a stage begins, whose layers number `at` of the list gathers,
-        if it is not to wait for any of them once it runs."""
+        """Return the start of the first pass through a stage such that it never waits for a layer
+        once it runs; the Unshard at index `at` of the rank's list gathers the layers."""
         unshard, num_layers = self._plan.actions[rank][at], self._plan.stages[action.stage]
         assert isinstance(unshard, Unshard)
         stop_s = self._stop_s[rank][at] - self._costs.head_s(unshard, rank)
@@ -340,7 +350,7 @@ class Clock:
         return stop_s - before_last * min(layers_s, self._costs.compute_s(action, rank))
 
     def _end(self, joined: _Joined) -> Generator[object, None, float]:
-        """Wait until a collective has its times; when it stops."""
+        """Wait until a collective has its times; return its stop."""
         while joined not in self._settled_s:
             yield joined
         return self._settled_s[joined]
@@ -348,22 +358,22 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class RankSeconds:
-    """The seconds of one rank; they add up to the step's. Where several fields claim a moment, it
-    belongs to the first of them."""
+    """The seconds of one rank by activity; they add up to the step's. A moment with several
+    activities counts for the first field among them."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    """Backwards, with the recomputation inside them of layers that were checkpointed one by one."""
+    """Backwards, including recomputation of checkpointed layers inside them."""
     recompute_s: float = 0.0
-    """The second forward of cells, and what makes their K,V again."""
+    """Second forwards of cells (Recompute), and RebuildKV."""
     copies_s: float = 0.0
     """Idle time while offloaded K,V are copied."""
     messages_s: float = 0.0
-    """Idle time while a message for this rank is on its way."""
+    """Idle time while a message to this rank is in transit."""
     collectives_s: float = 0.0
     """Idle time while parameters are gathered or gradients are reduced."""
     waiting_s: float = 0.0
-    """Idle time for all other reasons: the bubble proper."""
+    """All other idle time: the bubble in the narrow sense."""
 
 
 _FIELDS: dict[type[Action], str] = {
@@ -377,20 +387,20 @@ _FIELDS: dict[type[Action], str] = {
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """The figures of one step over all its ranks."""
+    """Figures of one step over all its ranks."""
 
     duration_s: float
     ranks: tuple[RankSeconds, ...]
     peak_device_bytes: tuple[int, ...]
-    """Bytes on the device of each rank at its peak."""
+    """Peak device bytes of each rank."""
     peak_offloaded_bytes: tuple[int, ...]
-    """Bytes that each rank has offloaded, at their peak."""
+    """Peak offloaded bytes of each rank."""
 
     @property
     def bubble_ratio(self) -> float:
         """Share of all ranks' time that is neither a first forward nor a backward, 0..1.
 
-        Recomputation is no useful work (ChunkFlow, Eq. 1; its Figure 6 fits no other reading).
+        Recomputation counts as bubble (ChunkFlow, Eq. 1; its Figure 6 fits no other reading).
         """
         return self._share_without("forward_s", "backward_s")
 
@@ -405,7 +415,7 @@ class StepFigures:
         return max(0.0, 1 - busy_s / total_s) if total_s else 0.0  # sums of parts may round up
 
     def shares(self) -> dict[str, float]:
-        """Share of all ranks' time by the fields of RankSeconds without their unit; sums to 1."""
+        """Return shares of all ranks' time, keyed by RankSeconds fields without `_s`; sum 1."""
         total_s = self.duration_s * len(self.ranks)
         names = RankSeconds.__dataclass_fields__
         sums = {name: sum(getattr(rank, name) for rank in self.ranks) for name in names}
@@ -415,16 +425,16 @@ class StepFigures:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """All figures as plain values."""
+        """Return all figures as plain values."""
         ratios = {"bubble_ratio": self.bubble_ratio, "idle_ratio": self.idle_ratio}
         return asdict(self) | ratios | {"shares": self.shares()}
 
 
 def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> StepFigures:
-    """The figures of a timeline; its ranks are those that left a record and all below them.
+    """Return the figures of a timeline, for ranks 0 to the highest one with a record.
 
-    `plan`: the plan that ran. Where one of its Forwards computes nothing, the Recompute is the
-    cell's first forward, and counts as such; None: every Recompute counts as a second one.
+    `plan`: the plan that ran. If a Forward computes nothing, the cell's Recompute counts as its
+    first forward; with plan None every Recompute counts as recomputation.
     """
     num_ranks = max((record.rank for record in timeline.records), default=-1) + 1
     by_rank: list[list[Record]] = [[] for _ in range(num_ranks)]
@@ -444,7 +454,7 @@ def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> StepFigures:
 def _measure_rank(
     records: Sequence[Record], duration_s: float, late: frozenset[tuple[int, int]]
 ) -> RankSeconds:
-    """Every moment belongs to the first field of RankSeconds for which a record stands then."""
+    """Return a rank's seconds; each moment counts for the first field with a record then."""
     changes: list[tuple[float, int, str]] = []
     for record in records:
         if name := _field(record, late):
@@ -460,7 +470,7 @@ def _measure_rank(
 
 
 def _field(record: Record, late: frozenset[tuple[int, int]]) -> str | None:
-    """The field of RankSeconds that a record's time belongs to."""
+    """Return the field of RankSeconds that a record counts for."""
     action = record.action
     if record.lane == "copy":
         return "copies_s"

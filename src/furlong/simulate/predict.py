@@ -1,7 +1,7 @@
-"""Predictions for a plan: seconds of its step, and bytes in every memory.
+"""Predictions for a plan: seconds of its step, and peak bytes in each memory.
 
-predict(model, plan)                    # to be compared with what is measured
-predict_step(model, plan)               # and of the optimizer's step behind it
+predict(model, plan)                    # forward and backward
+predict_step(model, plan)               # with the optimizer's step after them
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from furlong.simulate.clock import time_actions
 
 
 class Needs(NamedTuple):
-    """Most bytes in use at a time, by memory."""
+    """Peak bytes in use, by memory."""
 
     device_bytes: int
     cpu_bytes: int = 0
@@ -24,7 +24,7 @@ class Needs(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Seconds of a step, and the most bytes in use in each memory while it runs."""
+    """Seconds of a step, and the peak bytes in each memory while it runs."""
 
     step_s: float
     device_bytes: int
@@ -33,31 +33,31 @@ class Prediction(NamedTuple):
 
 
 def predict(model: CostModel, plan: ChunkPlan) -> Prediction:
-    """Seconds and peak bytes of a plan's step; of several ranks the one that needs most."""
+    """Return seconds and peak bytes of a plan's step, each peak that of the rank with most."""
     curves = [model.memory().curve(plan, rank) for rank in range(len(plan.actions))]
     return Prediction(step_s(model, plan), *most_of(map(needs_of, curves)))
 
 
 def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
-    """As `predict`, with the seconds of the optimizer's step, which a run's own steps have too."""
+    """Return `predict` with the seconds of the optimizer's step added."""
     predicted = predict(model, plan)
     return predicted._replace(step_s=predicted.step_s + update_s(model, plan))
 
 
 def most_of(needs: Iterable[Needs]) -> Needs:
-    """The most of each memory."""
+    """Return the maximum of each memory."""
     return Needs(*map(max, zip(*needs, strict=True)))
 
 
 def needs_of(curve: MemoryCurve) -> Needs:
-    """The peak of each memory."""
+    """Return the peak of each memory."""
     return Needs(curve.peak_bytes, curve.peak_cpu_bytes, curve.peak_disk_bytes)
 
 
 def step_s(model: CostModel, plan: ChunkPlan, *, times: float = 1.0) -> float:
-    """Seconds of a plan's step, or of a step that is `times` as large (1 or more): what is more
-    takes the seconds in which the busiest rank computes, for weights are gathered, pipelines
-    filled and gradients reduced once."""
+    """Return the seconds of a plan's step, or of one with `times` (at least 1) as much work. The
+    additional work only adds computing time of the busiest rank: weights are gathered, pipelines
+    filled and gradients reduced once per step."""
     costs = model.costs(plan)
     copies = None if plan.offload == ON_DEVICE else costs
     clock = time_actions(plan, costs, copies=copies)
