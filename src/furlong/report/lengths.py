@@ -1,4 +1,4 @@
-"""The lengths of a data set as a table and as a picture: who holds the tokens, who the work."""
+"""Length distribution of a data set as a table and as a picture: where tokens and FLOPs are."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from furlong.units import count_words, format_count, plural
 _PERCENTILES = (("median", 50.0), ("p90", 90.0), ("p99", 99.0))
 _SHARES = (("sequences", "#7b8798"), ("tokens", "#3d7ac6"), ("attention FLOPs", "#e38b29"))
 _BAR = 0.27
-"""The width of a bar, in a bucket that is 1 wide."""
+"""Width of a bar; a bucket is 1 wide."""
 _LABELLED_SHARE = 0.045
 _FEWEST_BUCKETS = 6
 _TITLE_CHARS = 62
-"""Most characters of a title, of which the end is shown."""
+"""Most characters of a title; of a longer one the end is shown."""
 
 
 def format_lengths(lengths: Lengths, title: str) -> str:
-    """The title, and a table with a row per bucket and the whole below."""
+    """Return the title, then a table with a row per bucket and a row of totals."""
     rows = [["tokens", "sequences", "share", "of the tokens", "of attention FLOPs"]]
     for bucket in lengths.buckets():
         span, shares = f"{bucket.above + 1:,} to {bucket.upto:,}", _shares(bucket, lengths)
@@ -36,7 +36,7 @@ def format_lengths(lengths: Lengths, title: str) -> str:
 
 
 def summary_line(lengths: Lengths) -> str:
-    """The mean, median, p90, p99 and longest of the lengths, in words."""
+    """Return mean, median, p90, p99 and longest of the lengths, in words."""
     mean = lengths.num_tokens / lengths.num_sequences
     parts = [f"{name} {lengths.percentile(percent):,}" for name, percent in _PERCENTILES]
     return f"mean {mean:,.0f}, {', '.join(parts)}, longest {count_words(lengths.longest, 'token')}"
@@ -45,7 +45,8 @@ def summary_line(lengths: Lengths) -> str:
 def save_lengths_picture(
     lengths: Lengths, path: Path, title: str, *, max_seq_len: int | None = None
 ) -> None:
-    """Write a .png or .svg: per bucket the shares of sequences, tokens and attention FLOPs."""
+    """Write a .png or .svg with each bucket's shares of sequences, tokens and attention FLOPs.
+    `max_seq_len` is marked if sequences are longer."""
     buckets = lengths.buckets()
     about = (
         f"{count_words(lengths.num_sequences, 'sequence')},"
@@ -94,7 +95,7 @@ def _draw_bars(axes: Axes, shares: Sequence[tuple[float, ...]]) -> None:
 
 
 def _draw_limit(axes: Axes, buckets: Sequence[LengthBucket], max_seq_len: int) -> None:
-    """Mark where a run cuts sequences off; the upper end of a bucket is where it ends."""
+    """Mark the length at which a run truncates sequences, on a linear scale inside its bucket."""
     x, bucket = next((x, own) for x, own in enumerate(buckets) if max_seq_len <= own.upto)
     place = x - 0.5 + (max_seq_len - bucket.above) / (bucket.upto - bucket.above)
     axes.axvline(place, color=LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
@@ -118,7 +119,7 @@ def _percent(share: float) -> str:
 
 
 def _short(tokens: int) -> str:
-    """`512`, `4K`, `128K`, `1M`: powers of two as people name context lengths."""
+    """Return `512`, `4K`, `128K` or `1M`: powers of two as context lengths are written."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
         if tokens >= size:
             return f"{tokens // size}{unit}"

@@ -1,4 +1,4 @@
-"""A line now and then while something takes long, so that nobody has to guess whether it hangs."""
+"""Progress lines during long operations, to show that the program has not hung."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Tell = Callable[[str], None]
 
 @contextmanager
 def patience(what: str, *, every_s: float = 0, speaks: bool = True) -> Iterator[Tell]:
-    """Print `what` to stderr every `every_s` seconds while the block runs, with the seconds so far
-    and the words that the function it yields was last told. `speaks`: whether this process does.
+    """Context manager: print `what` and the elapsed time to stderr every `every_s` seconds.
 
-    0: every 3 seconds on a terminal, where somebody waits, else every 10.
+    It yields a function that sets further words for the next lines. `every_s` 0 means 3 seconds on
+    a terminal, else 10. `speaks`: whether this process prints.
     """
     every_s, last = every_s or (3.0 if sys.stderr.isatty() else 10.0), [""]
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""Timelines as PNG or SVG: a row per rank, its memory under it, one panel below the other."""
+"""Timelines as PNG or SVG: panels below each other, with a row per rank and its memory under it."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ from furlong.report.scene import (
 from furlong.units import count_words, format_bytes
 
 _WIDTH, _LEFT, _RIGHT = 15.0, 1.0, 1.4
-"""Inches of a picture, and of what stands beside its bars."""
+"""Width of a picture, and its margins left and right of the bars, in inches."""
 _TITLE, _NOTE, _LANE, _THIN, _MEMORY, _AXIS, _LEGEND = 0.4, 0.19, 0.42, 0.12, 0.8, 0.45, 0.25
 """Heights in inches: a title, a line under it, a rank's cells, its messages or copies, its memory,
 the time axis, a row of the legend."""
 _DPI = 150
 _LABEL = 8
-"""Points of the letters on a bar."""
+"""Font size of the labels of bars, in points."""
 _MOST_LETTERS = 128
-"""Letters of a line under a title."""
+"""Most letters of a line under a title."""
 _COLUMNS = 6
 """Entries in a row of the legend."""
 MOST_SEQUENCES = 8
-"""Cut sequences that a legend names."""
+"""Most cut sequences that a legend names."""
 _UNITS = (7200, 3600, "h"), (120, 60, "min"), (0.5, 1, "s"), (0, 1e-3, "ms")
-"""Units of a time axis: the shortest picture that has it, its seconds, its name."""
+"""Units of a time axis: (shortest duration in seconds that uses it, its seconds, its name)."""
 _MEMORY_WORDS = PART_WORDS | {"in use": "device memory: only predictions know its parts"}
 
 
 def save_picture(panels: Sequence[Panel], path: Path, *, most_ranks: int = 16) -> str:
-    """Draw timelines, on one scale of time and one of memory, as `path` says: .png or .svg.
+    """Draw timelines to a .png or .svg, with common scales of time and memory.
 
-    Of each panel at most `most_ranks` ranks are drawn; returns the words for the choice in the
-    first one, if any.
+    At most `most_ranks` ranks of each panel are drawn. Return words for the selection of ranks in
+    the first panel, empty if all are drawn.
     """
     scenes = [make_scene(panel, most_ranks) for panel in panels]
     longest_s = max(scene.duration_s for scene in scenes) or 1.0
@@ -103,17 +103,17 @@ def _draw_title(axes: Axes, title: str, lines: Sequence[str]) -> None:
 
 
 def _draw_lane(axes: Axes, scene: Scene, rank: RankScene, longest_s: float) -> None:
-    """Draw the cells, and messages and copies under them; y is inches from the top downwards."""
+    """Draw a rank's cells, with messages and copies below; y is inches down from the top."""
     axes.set_ylim(_LANE + 3 * _THIN, 0)
     axes.annotate(rank.name, (0, _LANE / 2), (-8, 0), textcoords="offset points", fontsize=9,
                   color=INK, ha="right", va="center")  # fmt: skip
     axes.broken_barh([(0, scene.duration_s)], (0, _LANE), color=LANE, linewidth=0)
     inches = (_WIDTH - _LEFT - _RIGHT) / longest_s
-    # one collection per look: there may be thousands of bars
+    # one collection per style: there may be thousands of bars
     looks: dict[tuple[str, str | None, bool], list[tuple[float, float]]] = defaultdict(list)
     for bar in rank.on("compute"):
         width = bar.span[1] * inches
-        # a white edge parts neighbours, unless it would be all that is left of them
+        # a white edge separates neighbours, but would cover narrow bars
         looks[bar.colour, KINDS[bar.kind].hatch, width > 0.03].append(bar.span)
         if 0.64 * _LABEL * len(bar.label) < width * 72 - 3:
             axes.text(
@@ -133,12 +133,12 @@ def _draw_lane(axes: Axes, scene: Scene, rank: RankScene, longest_s: float) -> N
 
 
 def _stack(parts: Mapping[str, Sequence[int]]) -> list[int]:
-    """The bytes of all parts together, over time."""
+    """Return the sum of all parts at each time."""
     return [sum(row) for row in zip(*parts.values(), strict=True)]
 
 
 def _draw_memory(axes: Axes, scene: Scene, rank: RankScene, most_bytes: float) -> None:
-    """Draw the parts of a device's memory as a stack, and write the peaks beside it."""
+    """Draw the parts of a device's memory as a stack, with the peaks written beside it."""
     axes.set_ylim(-0.15 * most_bytes, most_bytes)
     axes.axhline(0, color=LINE, linewidth=1.6)
     times, colours = [*rank.times, scene.duration_s], [PART_COLOURS[part] for part in rank.device]
@@ -169,14 +169,14 @@ def _draw_time_axis(axes: Axes) -> None:
 def _write(
     axes: Axes, x: float, down: float, text: str, size: float, colour: str, **how: Any
 ) -> None:
-    """Write a text as it is, some points below the top of the axes, at their left end or beside
-    their right one: no formula is made of what stands between dollars."""
+    """Write a text `down` points below the top of the axes, at their left edge (x 0) or beside
+    their right one (x 1). Dollar signs are literal, not mathtext."""
     axes.annotate(text, (x, 1), (8 * x, -down), xycoords="axes fraction", va="top", fontsize=size,
                   textcoords="offset points", color=colour, parse_math=False, **how)  # fmt: skip
 
 
 def legend(scenes: Sequence[Scene]) -> list[tuple[str, Patch | Line2D]]:
-    """The words and looks of all that the scenes show: actions, chunks, memory."""
+    """Return legend entries for the actions, chunks and memory that the scenes show."""
     ranks = [rank for scene in scenes for rank in scene.ranks]
     bars: list[Bar] = [bar for rank in ranks for bar in rank.bars if bar.span[1] > 0]
     kinds, edge = {bar.kind for bar in bars}, tint(GREY, 0.25)

@@ -1,4 +1,4 @@
-"""Figures of a plan on a cost model: seconds and their shares, bytes and their parts."""
+"""Figures of a plan on a cost model: seconds and their breakdown, bytes and their parts."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ Wait = Literal["compute", "all_to_all", "collectives", "copies", "idle_and_p2p"]
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan on a cost model."""
+    """Figures of a plan on a cost model."""
 
     plan: ChunkPlan
     timeline: Timeline
     figures: StepFigures
     breakdown: dict[Wait, float]
-    """The shares of all ranks' time, by what it goes into; they add up to 1."""
+    """Shares of all ranks' time, by activity; they add up to 1."""
     pool_idle_ratio: float
     """Share of the processes' time inside passes in which they wait for the slowest process of
-    their pool, 0..1. No other figure has it: a rank's time is that of its slowest process."""
+    their pool (the `sp_size` processes of a rank), 0..1. Other figures leave it out: they time a
+    rank by its slowest process."""
     model: CostModel = field(repr=False, compare=False)
-    """Its host's bytes are the budget of the CPU memory that a device may use."""
+    """Cost model; `hardware.host_bytes` is the budget of CPU memory per device."""
     budget_bytes: int
     """Budget of one device."""
     disk_budget_bytes: int | None
-    """Bytes of the disk that a process may use; None: no limit."""
+    """Budget of disk per process; None: no limit."""
     num_processes: int
-    """Processes that are there to run it."""
+    """Number of processes available to run the plan."""
     refused: str
-    """Why `furlong train` refuses the run, whatever its plan; empty where it does not."""
+    """Reason for which `furlong train` refuses the run, whatever its plan; empty if none."""
     gathers_s: float
-    """Seconds of links in which weights are gathered, of the rank that takes longest."""
+    """Seconds on the links for gathering weights, of the rank with most."""
     memory: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
-    """The bytes of each rank while each of its actions runs, and what it moves."""
+    """For each rank, the bytes in use during each action, and its copies."""
 
     @property
     def step_s(self) -> float:
@@ -56,17 +57,17 @@ class PlanReport:
 
     @cached_property
     def update_s(self) -> float:
-        """Seconds of the optimizer's step, which no other figure of time counts."""
+        """Seconds of the optimizer's step, which no other figure but `whole_step_s` includes."""
         return update_s(self.model, self.plan)
 
     @property
     def whole_step_s(self) -> float:
-        """Seconds of the step with that of the optimizer."""
+        """Seconds of the step including the optimizer's."""
         return self.step_s + self.update_s
 
     @cached_property
     def weights(self) -> RankWeights:
-        """The weights of the rank that holds most of them."""
+        """Weights of the rank that holds most of them."""
         plan, training = self.plan, self.model.training
         found = (
             training.weights(
@@ -79,21 +80,21 @@ class PlanReport:
 
     @property
     def brought_bytes(self) -> int:
-        """Bytes of weights that a step brings from CPU memory to that rank's device."""
+        """Bytes of weights that a step copies from CPU memory to the device of that rank."""
         own = self.weights
         actions = self.plan.actions[self.plan.held.index(tuple(sorted(own.held)))]
         return round(sum(own.brought_bytes(a.stage) for a in actions if isinstance(a, Unshard)))
 
     @property
     def lost(self) -> dict[str, float]:
-        """The parts of `bubble_ratio`, shares of the ranks' time, by the words of a page."""
+        """Parts of `bubble_ratio`, as shares of the ranks' time, keyed by words for a page."""
         return lost_shares(self.figures)
 
     def mfu(self, *, masked: bool = True) -> float | None:
-        """Model FLOPs (`cost.seconds.step_flops`) over those of all devices at the peak of
-        `model.hardware` in the whole step, 0..1; `masked`: without the pairs of the causal mask.
+        """Return model FLOPs (`cost.seconds.step_flops`) of the whole step over the peak FLOPs of
+        all devices, 0..1. `masked`: count only query-key pairs inside the causal mask.
 
-        None where chunks have no backward, and on a CPU whose peak nobody has measured.
+        None if some chunks have no Backward, and on a CPU without a measured peak.
         """
         machine, plan, training = self.model.hardware, self.plan, self.model.training
         trained = {a.chunk for own in plan.actions for a in own if isinstance(a, Backward)}
@@ -122,8 +123,7 @@ class PlanReport:
 
     @property
     def missing(self) -> str:
-        """The words for what the plan needs beyond the processes and their memory; empty where they
-        run it."""
+        """Words for what the available processes lack to run the plan; empty if nothing."""
         needed = len(self.plan.actions) * self.plan.sp_size
         parts = self.lacks
         if self.plan.regathers and not self.plan.replicated:
@@ -134,7 +134,7 @@ class PlanReport:
 
     @property
     def lacks(self) -> list[str]:
-        """The words for each memory of which a rank needs more than there is."""
+        """Words for each memory of which a rank needs more than its budget."""
         cpu_bytes = max(rank.peak_cpu_bytes for rank in self.memory)
         disk_bytes = max(rank.peak_disk_bytes for rank in self.memory)
         return [
@@ -149,8 +149,8 @@ class PlanReport:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Sizes of the axes. A pool that shards no sequence is data parallelism, and counts as dp;
-        `sp_size` is the plan's own."""
+        """Sizes of the parallelism axes. A pool that shards no sequence counts as data parallelism
+        (dp); `sp_size` is the plan's."""
         pp = ranks_per_replica(self.plan)
         dp, sp_size = len(self.plan.actions) // pp, self.plan.sp_size
         sizes = self.plan.sizes_of_places
@@ -158,14 +158,14 @@ class PlanReport:
         return {"dp": dp, "sp": sp, "pp": pp, "sp_size": sp_size, "sizes_of_places": sizes}
 
     def panel(self, title: str, note: str = "") -> Panel:
-        """The plan as one panel of a picture."""
+        """Return the plan as one panel of a picture."""
         if self.pool_idle_ratio >= 5e-4:
             idle = f"{self.pool_idle_ratio:.1%} of the processes' time in passes is idle"
             note = "; ".join(filter(None, (note, idle)))
         return Panel(self.timeline, self.plan, title, note, self.budget_bytes, self.memory)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return the report as plain values."""
         return {
             "layout": self.layout,
             "step_s": self.step_s,
@@ -221,8 +221,13 @@ def report_plan(
 ) -> PlanReport:
     """Simulate a plan that has passed `plan.check` and measure it.
 
-    `budget_bytes`: of a device. `disk_budget_bytes`: of the disk, None for no limit.
-    `num_processes`: those that are there to run it. `refused`: why no run would.
+    Args:
+        plan: The plan.
+        model: Its cost model.
+        budget_bytes: Budget of one device; None: that of the cost model.
+        disk_budget_bytes: Budget of disk per process; None: no limit.
+        num_processes: Number of processes available to run the plan.
+        refused: Reason for which `furlong train` refuses the run; empty if none.
     """
     costs, memory = model.costs(plan), model.memory(budget_bytes)
     curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
@@ -253,10 +258,10 @@ def report_plan(
 def _break_down(
     plan: ChunkPlan, model: CostModel, costs: PlanCosts, figures: StepFigures
 ) -> dict[Wait, float]:
-    """The shares of a simulated step's time.
+    """Return the shares of a simulated step's time by activity.
 
-    A wait inside computing actions is what they take less when it is free; the waits that the plan
-    may have are freed one after the other, so that each second is counted once.
+    Waits inside computing actions are measured by difference: each kind of wait is made free, one
+    after the other and cumulatively, so that each second is counted once.
     """
     shares, total_s = figures.shares(), figures.duration_s * len(figures.ranks) or 1.0
     may_be: dict[Hidden, bool] = {
@@ -272,21 +277,20 @@ def _break_down(
         without_s = _computing_s(plan, model.costs(plan, free=free))
         inside[wait], with_s = (with_s - without_s) / total_s, without_s
     return {
-        # the slowest process of each pool, without what it waits for inside
+        # of the slowest process of each pool, without its waits inside passes
         "compute": 1 - figures.idle_ratio - sum(inside.values()) if figures.ranks else 0.0,
-        "all_to_all": inside["all-to-all"],  # as far as no attention hides it
-        # weights gathered and gradients reduced, as far as no computation hides it
+        "all_to_all": inside["all-to-all"],  # the part that attention does not hide
+        # gathers of weights and reduction of gradients, the part that computation does not hide
         "collectives": shares["collectives"] + inside["gathers"],
-        "copies": shares["copies"] + inside["streams"],  # as far as no computation hides them
+        "copies": shares["copies"] + inside["streams"],  # likewise
         "idle_and_p2p": shares["messages"] + shares["waiting"],
     }
 
 
 def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
-    """1 - mean / max of the seconds of a pool's processes, over all parts of all passes.
+    """Return 1 - mean / max of the seconds of a pool's processes, over all parts of all passes.
 
-    Gathering weights is left out: all processes of a pool do it alike, however few tokens they
-    have.
+    Gathers of weights are left out, since they take all processes of a pool equally long.
     """
     if plan.sp_size == 1:
         return 0.0
@@ -305,12 +309,12 @@ def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
 
 
 def _computing_s(plan: ChunkPlan, costs: PlanCosts) -> float:
-    """Seconds of all cells of all ranks."""
+    """Return the summed seconds of all computing actions of all ranks."""
     return sum(costs.compute_s(action, rank) for action, rank in _computing(plan))
 
 
 def _computing(plan: ChunkPlan) -> Iterator[tuple[Computing, int]]:
-    """(action, rank) of everything that computes a cell."""
+    """Yield (action, rank) of each computing action."""
     for rank, actions in enumerate(plan.actions):
         for action in actions:
             if isinstance(action, COMPUTING):

@@ -1,12 +1,12 @@
-"""Timelines made ready to be drawn or traced: bars, memory over time, colours, words.
+"""Scenes: timelines prepared for pictures and traces, as bars, memory over time, colours and words.
 
-Every action becomes a bar on a track of its rank, with the colour of its chunk: a hue for every cut
-sequence, a tone for every chunk of whole sequences that differs from its neighbours'. The shade
-tells the kind of action. The colours of a group differ for the colour-blind too.
+Each action becomes a bar on a track of its rank, in the colour of its chunk: a hue for each cut
+sequence, and for a chunk of whole sequences a tone that differs from its neighbours'. The shade
+shows the kind of action. The colours are distinct for colour-blind readers, too.
 
-A trace (Chrome trace events, which Perfetto opens at ui.perfetto.dev) has one process per rank; a
-thread per track, and one per peer for messages, since messages to two neighbours overlap and a
-thread's slices may only nest. Arrows lead from a Send to its Recv.
+A trace (Chrome trace events, which Perfetto opens at ui.perfetto.dev) has one process per rank, and
+in it one thread per track. Messages have a thread per peer and direction, since messages to two
+neighbours overlap and slices of a thread may only nest. Arrows lead from a Send to its Recv.
 """
 
 from __future__ import annotations
@@ -51,48 +51,48 @@ _SHARE_WORDS = {
     "collectives": "gathering and reducing",
     "waiting": "idle",
 }
-"""Words for the names of StepFigures.shares()."""
+"""Words for the keys of StepFigures.shares()."""
 _USEFUL = ("forward", "backward")
-"""The shares that are no loss."""
+"""Keys of the shares that are useful work."""
 PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}
-"""The parts of memory that are not called what they are in code."""
+"""Words for the parts of memory whose names in code do not read well."""
 
 
 def is_alone(plan: ChunkPlan) -> bool:
-    """Whether a plan is of one device."""
+    """Whether a plan is for one device."""
     return len(plan.actions) * plan.sp_size == 1
 
 
 def figure_words(figures: StepFigures) -> str:
-    """The shares of the ranks' time, in words."""
+    """Return words for the shares of the ranks' time."""
     words = {_SHARE_WORDS[name]: share for name, share in figures.shares().items()}
     return share_words(words, "   ·   ")
 
 
 def lost_shares(figures: StepFigures) -> dict[str, float]:
-    """The shares of the ranks' time that are no first forward and no backward, by their words;
-    together they are the bubble ratio."""
+    """Return the shares of the ranks' time apart from first forwards and backwards, keyed by words;
+    they add up to the bubble ratio."""
     shares = figures.shares()
     return {_SHARE_WORDS[name]: shares[name] for name in shares if name not in _USEFUL}
 
 
 def lost_words(figures: StepFigures) -> str:
-    """`22.5%: recompute 20.8%, idle 1.7%`: the bubble ratio and its parts."""
+    """Return the bubble ratio and its parts: `22.5%: recompute 20.8%, idle 1.7%`."""
     total = f"{figures.bubble_ratio:.1%}"
     return ": ".join(filter(None, (total, share_words(lost_shares(figures)))))
 
 
 def share_words(shares: Mapping[str, float], between: str = ", ") -> str:
-    """Shares by their words, without those that are nothing."""
+    """Return words for shares, without those that round to 0.0%."""
     return between.join(f"{word} {share:.1%}" for word, share in shares.items() if share >= 5e-4)
 
 
 def choose_ranks(
     plan: ChunkPlan, timeline: Timeline, most: int = 16
 ) -> tuple[tuple[int, ...], str]:
-    """All ranks, or at most `most`: whole replicas, those whose cells end last; of one replica
-    that is too long itself, ranks spread over its stages. And the words for the choice, empty where
-    all ranks are shown."""
+    """Select at most `most` ranks: the replicas whose computation ends last or, if a replica has
+    more ranks than that, ranks spread over its stages. Return them with words for the selection,
+    empty if all ranks are shown."""
     num_ranks, size = len(plan.actions), ranks_per_replica(plan)
     if num_ranks <= most:
         return tuple(range(num_ranks)), ""
@@ -110,7 +110,7 @@ def choose_ranks(
 
 
 def ranks_per_replica(plan: ChunkPlan) -> int:
-    """The number of consecutive ranks that hold the whole model."""
+    """Return the number of consecutive ranks that hold the whole model."""
     again = (rank for rank, held in enumerate(plan.held) if rank and held == plan.held[0])
     return next(again, len(plan.held))
 
@@ -118,15 +118,15 @@ def ranks_per_replica(plan: ChunkPlan) -> int:
 SEQUENCE_COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6a1fb3", "#5c3a1e",
 )  # fmt: skip
-"""Hues of sequences, the longest first; they repeat when there are more (after Okabe, Ito)."""
+"""Hues of cut sequences, the longest first, in a cycle (after Okabe and Ito)."""
 PACKED_COLOURS = ("#2b4256", "#cfc08a", "#8780cc", "#86793f")
-"""Tones of the chunks that hold whole sequences."""
+"""Tones of the chunks of whole sequences."""
 DARKEST = 0.35
-"""How much black the first chunk of a cut sequence has; the last one has none."""
+"""Share of black in the first chunk of a cut sequence; the last chunk has none."""
 GREY = "#7b8798"
 INK, FAINT, LINE, LIMIT = "#1d2530", "#667080", "#c3c9d3", "#c8372d"
 LANE = "#eef0f4"
-"""The ground on which a rank's actions stand: what stays free of them is idle."""
+"""Background of a rank's row, visible where the rank is idle."""
 PART_COLOURS = {
     "weights": "#55606f",
     "gradients": "#8d96a3",
@@ -142,8 +142,8 @@ PART_COLOURS = {
     "disk": "#d9a8d0",
     "cpu and disk": "#8a1f7a",
 }
-"""Fills of the parts of memory, from the bottom of a stack to its top; `in use` is the total, where
-nothing more is known."""
+"""Colours of the parts of memory, from the bottom of a stack to its top; `in use` is the total, for
+timelines that do not know the parts."""
 _LOWER = ("cpu", "disk", "cpu and disk")
 
 Kind = Literal[
@@ -153,15 +153,15 @@ Track = Literal["compute", "link", "copy"]
 
 
 class KindLook(NamedTuple):
-    """The way in which actions of a kind are shown."""
+    """Style of the bars of one kind of action."""
 
     words: str
     track: Track
     letter: str = ""
     colour: str = ""
-    """Its own colour; empty where it has that of its chunk."""
+    """Colour of the kind; empty: the colour of the chunk."""
     white: float = 0.0
-    """The share of white in the chunk's colour."""
+    """Share of white mixed into the chunk's colour."""
     hatch: str | None = None
 
 
@@ -179,27 +179,27 @@ KINDS: dict[Kind, KindLook] = {
 
 
 def fill(colour: str, kind: Kind) -> str:
-    """The shade of a kind: a forward is light, a backward full, a second computation almost white
-    (and hatched); messages have colours of their own."""
+    """Return the colour of a bar: light for a forward, full for a backward, almost white for a
+    recompute (which is also hatched); messages ignore `colour`."""
     return KINDS[kind].colour or tint(colour, KINDS[kind].white)
 
 
 def tint(colour: str, share: float) -> str:
-    """`colour` (#rrggbb) mixed with that share of white; a negative share is one of black."""
+    """Mix `colour` (#rrggbb) with a share of white or, if negative, of black."""
     to = 255 if share > 0 else 0
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (to - part) * abs(share)):02x}" for part in parts)
 
 
 def ink_on(colour: str) -> str:
-    """White or dark letters, whichever can be read on `colour`."""
+    """Return the colour of letters, white or dark, that is readable on `colour`."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 140 else INK
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A timeline, the plan that it is of, and what a picture says about them."""
+    """A timeline with its plan, and the texts and limits of a picture of it."""
 
     timeline: Timeline
     plan: ChunkPlan
@@ -207,24 +207,23 @@ class Panel:
     note: str = ""
     """A line under the title."""
     limit_bytes: int = 0
-    """The bytes that each rank may use on its device; 0 where that is not known."""
+    """Device budget of each rank; 0 if unknown."""
     memory: tuple[MemoryCurve, ...] = ()
-    """The bytes of each rank by parts, as a cost model counts them; empty: only totals are
-    known, those of the timeline."""
+    """Predicted bytes of each rank by part; empty: only the timeline's totals are known."""
 
 
 class Bar(NamedTuple):
-    """A record with its place in a picture."""
+    """A record with its kind, label and colour in a picture."""
 
     kind: Kind
     label: str
-    """The letter of the kind and the cell, where there is a letter."""
+    """Letter of the kind and the cell; empty for kinds without a letter."""
     colour: str
     record: Record
 
     @property
     def span(self) -> tuple[float, float]:
-        """The start, and the seconds from there."""
+        """(start, duration) in seconds."""
         return self.record.start_s, self.record.stop_s - self.record.start_s
 
 
@@ -235,35 +234,35 @@ class RankScene:
     rank: int
     name: str
     bars: tuple[Bar, ...]
-    """The bars in the order of their starts."""
+    """Bars in the order of their starts."""
     times: tuple[float, ...]
     device: dict[str, tuple[int, ...]]
-    """Bytes of each part on the device, from each of `times` to the next."""
+    """Part -> bytes on the device from each of `times` to the next."""
     lower: dict[str, tuple[int, ...]]
-    """The same of CPU memory and disk."""
+    """Memory (CPU, disk) -> bytes from each of `times` to the next."""
 
     def on(self, track: Track) -> list[Bar]:
-        """The bars of one track."""
+        """Return the bars of one track."""
         return [bar for bar in self.bars if KINDS[bar.kind].track == track]
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """All that is drawn of one panel. Title and lines are of all ranks."""
+    """Everything drawn for one panel. Title and lines are about all ranks."""
 
     panel: Panel
     title: str
-    """The name of the plan, the share of time that is lost, step time and peak memory."""
+    """Name of the plan, bubble ratio, step time and peak memory."""
     lines: tuple[str, ...]
-    """The lines under the title: note, batch, shares of the ranks' time."""
+    """Lines under the title: note, batch, shares of the ranks' time."""
     duration_s: float
     ranks: tuple[RankScene, ...]
     shown: str
-    """The words for the choice of ranks; empty where all are shown."""
+    """Words for the selection of ranks; empty if all are shown."""
 
 
 def make_scene(panel: Panel, most_ranks: int = sys.maxsize) -> Scene:
-    """The scene of a panel, of at most `most_ranks` ranks."""
+    """Return the scene of a panel, with at most `most_ranks` ranks."""
     plan, figures = panel.plan, measure(panel.timeline, panel.plan)
     by_rank: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(panel.timeline.records, key=lambda record: record.start_s):
@@ -291,7 +290,7 @@ def make_scene(panel: Panel, most_ranks: int = sys.maxsize) -> Scene:
 
 
 def _batch_words(plan: ChunkPlan) -> str:
-    """The size of a plan's batch and of its grid."""
+    """Return words for the size of a plan's batch and of its grid."""
     dummies, num_tokens = sum(chunk.is_dummy for chunk in plan.chunks), sum(plan.seq_lens)
     more = f" and {count_words(dummies, 'dummy chunk')}" if dummies else ""
     ranks = "" if is_alone(plan) else f", {count_words(len(plan.actions), 'rank')}"
@@ -310,8 +309,8 @@ def _rank(
     late: Collection[tuple[int, int]],
     colours: Mapping[int, str],
 ) -> RankScene:
-    """The row of a rank. `late`: the cells that are computed first by their Recompute, which is
-    shown as a forward."""
+    """Return the row of a rank. `late`: cells whose Forward computes nothing, so that their
+    Recompute is shown as a forward."""
     plan = panel.plan
     stages = sorted({r.action.stage for r in records if not isinstance(r.action, MESSAGES)})
     names = ["device" if is_alone(plan) else f"rank {rank}"]
@@ -352,13 +351,12 @@ Steps = dict[str, tuple[int, ...]]
 def memory_steps(
     records: Sequence[Record], actions: Sequence[Action], curve: MemoryCurve | None
 ) -> tuple[tuple[float, ...], Steps, Steps]:
-    """The memory of one rank by time, on its device and below it: what each of its `actions` holds
-    is there until the next one starts.
+    """Return (times, device memory, CPU and disk memory) of one rank, as step functions: the bytes
+    of an action last until the next one starts.
 
-    `curve`: what the cost model counts for these actions, by parts. Without it only the totals are
-    known.
+    `curve`: predicted bytes of these actions, by part; None: the records' totals are used.
     """
-    # what is still on its way when the rank goes on says nothing about the rank's memory
+    # a Send, an Unshard or a copy overlaps later actions, so its record says nothing about memory
     settled = [
         r for r in records
         if r.lane == "compute"
@@ -374,7 +372,7 @@ def memory_steps(
         counted = np.column_stack([curve.device, curve.cpu, curve.disk])
         places = {action: place for place, action in enumerate(actions)}
         used = counted[[places[r.action] for r in settled]]  # (records, parts and memories)
-    rows = {0.0: used[0]}  # of several at one time the last stands
+    rows = {0.0: used[0]}  # of several records with one start the last counts
     rows |= zip((r.start_s for r in settled), used, strict=True)
     columns = dict(zip(names, np.array([*rows.values()]).T.tolist(), strict=True))
     shown = {name: tuple(columns[name]) for name in PART_COLOURS if any(columns.get(name, ()))}
@@ -383,16 +381,16 @@ def memory_steps(
 
 
 def cut_sequences(plan: ChunkPlan) -> dict[int, str]:
-    """Return the colour of each sequence that is cut, the longest first. Sequences that are not cut
-    have theirs, too, so that a sequence has the same one in other plans of its batch."""
+    """Return the colour of each cut sequence, the longest first. Colours are assigned to all
+    sequences, so that one has the same colour in other plans of its batch."""
     ordered = sorted(range(len(plan.seq_lens)), key=lambda seq_id: (-plan.seq_lens[seq_id], seq_id))
     colours = zip(ordered, cycle(SEQUENCE_COLOURS), strict=False)
     return {seq_id: colour for seq_id, colour in colours if seq_id in plan.groups}
 
 
 def chunk_colours(plan: ChunkPlan) -> dict[int, str]:
-    """The colour of each chunk: of a cut sequence from dark to light, others in turn along the list
-    of each rank."""
+    """Return the colour of each chunk: from dark to light along a cut sequence; for chunks of whole
+    sequences the tones in turn, along the list of each rank."""
     hues, colours = cut_sequences(plan), dict[int, str]()
     for chunk, links in enumerate(plan.links):
         if links:
@@ -408,11 +406,11 @@ def chunk_colours(plan: ChunkPlan) -> dict[int, str]:
 
 _FIRST_PEER = 10
 _PER_UNIT = 1e6
-"""Trace events count microseconds."""
+"""Microseconds per second: trace events use microseconds."""
 
 
 def save_trace(panel: Panel, path: Path) -> None:
-    """Write the timeline with all its ranks."""
+    """Write the timeline of all ranks as a Chrome trace."""
     scene = make_scene(panel)
     events = [event for rank in scene.ranks for event in _events(scene, rank)]
     other = {"title": scene.title, "lines": scene.lines}
@@ -442,7 +440,7 @@ def _events(scene: Scene, row: RankScene) -> Iterator[dict[str, Any]]:
 
 
 def _about(what: str, **args: str | int) -> dict[str, Any]:
-    """A metadata event."""
+    """Return a metadata event."""
     return {"ph": "M", "name": what, "args": args}
 
 
@@ -468,10 +466,10 @@ def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
 
 
 def _arrow(bar: Bar, num_chunks: int) -> dict[str, Any]:
-    """One end of the arrow from a Send to its Recv; both lie in their slices."""
+    """Return one end of the arrow from a Send to its Recv; each end lies in its message's slice."""
     action = bar.record.action
     assert isinstance(action, MESSAGES)
     end = "s" if isinstance(action, Send) else "f"
-    # a whole number: Perfetto reads a text as hexadecimal digits
+    # an integer, since Perfetto reads a string as hexadecimal digits
     number = 2 * (action.stage * num_chunks + action.chunk) + (bar.kind == "gradient")
     return {"ph": end, "bp": "e", "id": number, "name": bar.kind, "cat": "message"}

@@ -1,7 +1,4 @@
-"""A plan's report as lines for a terminal.
-
-Several methods on one batch: a table, and the refusals below it.
-"""
+"""Text for a terminal: a plan's report, and a table that compares methods on one batch."""
 
 from __future__ import annotations
 
@@ -42,8 +39,8 @@ _INDENT, _WIDTH = 11, 80
 
 
 def line(name: str, text: str) -> str:
-    """An entry of the page: a word, then what it says, wrapped behind the word in a width of 80.
-    Words are never cut: a path may be longer."""
+    """Return an entry of the page: `name`, then `text` wrapped beside it at 80 columns. Words are
+    never broken, so that paths stay whole."""
     room = _WIDTH - _INDENT
     rows = [row for part in text.split("\n") for row in wrap(part, room, **_WHOLE_WORDS)]
     return name.ljust(_INDENT) + ("\n" + " " * _INDENT).join(rows)
@@ -53,7 +50,7 @@ _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 
 
 def format_report(report: PlanReport) -> str:
-    """The page of a plan: its chunks and actions, its seconds, its bytes."""
+    """Return the page of a plan: its chunks and actions, its seconds, its bytes."""
     plan, figures = report.plan, report.figures
     order = "1F1B over chunks" if len(plan.stages) > 1 else "chunk-first"
     if max(map(len, plan.held)) > 1:
@@ -82,7 +79,7 @@ def format_report(report: PlanReport) -> str:
 
 
 def between_words(machine: Machine, seconds: float) -> str:
-    """Predicted seconds with their range, and its reason."""
+    """Return words for predicted seconds with their range and the reason for it."""
     low, high = map(format_seconds, machine.seconds_between(seconds))
     why = "while figures are assumed"
     if machine.time_error is not None:
@@ -91,7 +88,8 @@ def between_words(machine: Machine, seconds: float) -> str:
 
 
 def weights_words(own: RankWeights, *, reshards: bool) -> str:
-    """Words for the weights of a process that has parts of them; empty where it has none."""
+    """Return words for the sharded or offloaded weights of a process; empty if it has all weights
+    on its device."""
     if not own.divides:
         return ""
     held, whole = len(own.layers), own.whole_at_a_time(reshards=reshards)
@@ -157,7 +155,7 @@ def _mfu_words(report: PlanReport) -> str:
 
 
 def _inside_words(report: PlanReport) -> str:
-    """The line for waits inside forwards and backwards, which count as their time."""
+    """Return a line for waits inside forwards and backwards, whose time includes them."""
     shares, found = report.figures.shares(), report.breakdown
     inside = {
         "all-to-all": found["all_to_all"],
@@ -169,8 +167,8 @@ def _inside_words(report: PlanReport) -> str:
 
 
 def runs_words(report: PlanReport, train_on: str = "") -> str:
-    """Whether this release runs the plan. `train_on`: the device on which a run would decide for
-    this very plan, one for each of the report's processes."""
+    """Return words for whether this release runs the plan. `train_on`: name of the device if
+    `furlong train` would choose this plan, with one such device per process."""
     if report.refused:
         return f"no: {report.refused}"
     if report.missing:
@@ -200,7 +198,7 @@ def _chunk_words(plan: ChunkPlan) -> str:
 
 
 def _traffic_words(report: PlanReport) -> list[str]:
-    """A text per kind of memory that travels, over all ranks."""
+    """Return a line per kind of offloaded memory, with its traffic over all ranks."""
     written: Counter[str] = Counter()
     read: Counter[str] = Counter()
     for own in report.memory:
@@ -215,7 +213,7 @@ def _traffic_words(report: PlanReport) -> list[str]:
 
 
 def _layout_words(report: PlanReport) -> str:
-    """Replicas, pools, stages, and the layers of each stage."""
+    """Return words for replicas, pools, stages, and the layers of each stage."""
     plan, layout, of_pool = report.plan, report.layout, ""
     sizes, size = plan.sizes_of_places, plan.sp_size
     if layout["sp"] < size:
@@ -233,8 +231,7 @@ def _layout_words(report: PlanReport) -> str:
 
 
 def _memory_words(report: PlanReport) -> str:
-    """The rank that needs most, and what is left of its budget; the parts where all ranks have the
-    same."""
+    """Return words for the peak of the rank that needs most, and the rest of its budget."""
     peaks, budget = [rank.peak_bytes for rank in report.memory], report.budget_bytes
     left = budget - max(peaks)
     amounts = max(peaks), budget, abs(left)
@@ -252,8 +249,9 @@ def _memory_words(report: PlanReport) -> str:
 
 
 def _memory_parts(report: PlanReport) -> list[str]:
-    """A column for ranks with equal bytes: the parts at their peak, their sum, the peaks of CPU
-    memory and disk, all in one unit."""
+    """Return a table with a column for each set of ranks with equal bytes: the parts at the peak,
+    their sum, the peaks of CPU memory and disk, all in one unit; one line if all ranks are equal.
+    """
     heads = [*(PART_WORDS.get(part, part) for part in PARTS), "device", *TARGETS]
     values = [
         [
@@ -301,7 +299,7 @@ def _num_devices(plan: ChunkPlan) -> int:
 
 
 def format_figures(figures: StepFigures) -> str:
-    """The step's time, its bubble ratio, what the ranks' time goes into, and the peaks of each."""
+    """Return lines for step time, bubble ratio, breakdown of the ranks' time, and memory peaks."""
     lines = [
         f"step {format_seconds(figures.duration_s)}, lost {lost_words(figures)}",
         figure_words(figures),
@@ -316,8 +314,8 @@ def format_figures(figures: StepFigures) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[str]:
-    """Lines of equal columns, two spaces apart; those whose heads are in `left` begin at the
-    left."""
+    """Return the rows with aligned columns, two spaces apart. Columns are aligned right, those
+    whose heads are in `left` left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -329,12 +327,12 @@ def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[
 
 
 _REASON = 160
-"""Most characters of a reason for having no plan; `--json` has all of it."""
+"""Most characters of a refusal; `--json` has all of it."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method and its best plan, or why it has none."""
+    """A method with its best plan, or the reason why it has none."""
 
     method: str
     options: str = ""
@@ -343,8 +341,8 @@ class Row:
 
 
 def format_comparison(rows: Sequence[Row]) -> str:
-    """The methods that have a plan, fastest first; below them what each loses and its options, and
-    why others have none."""
+    """Return a table of the methods that have a plan, fastest first; below it the bubble and
+    options of each, and the reasons why others have none."""
     planned = _by_time(rows)
     table = [
         ["method", "dp x sp x pp", "runs", "step", "vs best", "tokens/s", "lost", "peak"],
@@ -376,7 +374,7 @@ def format_comparison(rows: Sequence[Row]) -> str:
 
 
 def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The methods as plain values, in the same order."""
+    """Return the methods as plain values, in the same order."""
     planned = _by_time(rows)
     values: list[dict[str, Any]] = [
         {"method": row.method, "options": row.options}
