@@ -1,8 +1,8 @@
-"""The head: the loss, or values or hidden states, of a chunk's final hidden states.
+"""The head: computes the loss, token values or outputs from a chunk's final hidden states.
 
-Values and hidden states leave the step in the first phase of a plan (`two_phase`); the second gives
-back the gradient of what the caller has made of them. A fixed projection of each row is compared
-between the two: a norm would see nothing, for behind an RMS norm it is constant.
+Token values and hidden states are returned in the first phase of a plan (`two_phase`); the second
+phase starts from the gradients of the caller's loss. A fixed random projection of each row is
+compared between the phases, to detect a changed model. (Row norms are constant after an RMS norm.)
 
     T tokens, of a chunk or of a sequence; D hidden size; R labels; k values
 """
@@ -29,16 +29,16 @@ from furlong.values import Extras, TokenFunction
 
 
 class LossHead:
-    """The summed loss of one step, added up on the device."""
+    """The loss of one step, summed on the device."""
 
     def __init__(
         self, model: HFDecoder, plan: ChunkPlan, batch: Batch,
         function: TokenFunction = label_losses,
     ) -> None:  # fmt: skip
-        """`function`: its values (t,) are summed, each as often as `token_weights` say."""
+        """`function`: returns token losses (t,), which are summed, weighted by `token_weights`."""
         self._model, self._batch = model, batch
         self._estimates = not plan.report_loss
-        """Whether chunks that were not drawn have no loss here."""
+        """True for a sampled plan that computes the loss of sampled chunks only."""
         self._tiled = _tiled(model, partial(_weighted, function), source="token_loss",
                              takes_columns=False)  # fmt: skip
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.device)
@@ -46,15 +46,15 @@ class LossHead:
         self.token_losses = [
             torch.zeros(n, dtype=torch.float64, device=model.device) for n in seq_lens
         ]
-        """The loss of each token (T,) of each sequence, of a plan without backwards."""
+        """Token losses (T,) of each sequence; empty for a plan with backwards."""
         self._num_counted = 0.0
-        """Labels of drawn chunks, each as often as its loss in `loss_sum`."""
+        """Labels, weighted as their losses are in `loss_sum`."""
         self.num_labels = 0
-        """Labels of this process that a loss was taken of."""
+        """Labels evaluated on this process."""
 
     def evaluate(self, hidden: Tensor, targets: ChunkTargets) -> None:
-        """Add a chunk's loss, and note that of each token, of final hidden states (T, D), in a pass
-        without a graph."""
+        """Add a chunk's loss from final hidden states (T, D), without a graph, and store its token
+        losses."""
         extras = self._batch.extras_of(targets)
         values = self._tiled.forward(hidden, targets.labelled_rows, targets.labels, extras)
         if values is None:
@@ -69,10 +69,10 @@ class LossHead:
     def gradient(
         self, hidden: Tensor, targets: ChunkTargets, loss_factor: float, num_valid_tokens: int
     ) -> Tensor:
-        """Add a chunk's loss; the gradient (T, D) by the final hidden states of `loss_factor` times
-        it, divided by the number of labels.
+        """Add a chunk's loss; return the gradient (T, D) of loss * loss_factor / num_valid_tokens
+        with respect to `hidden`, and accumulate gradients of the head's parameters.
 
-        The head's parameters get theirs. Raises ConfigError if no trained parameter is reached.
+        Raises ConfigError if the loss depends on no trained parameter.
         """
         if not hidden.requires_grad:
             self._require_gradient(hidden)
@@ -87,16 +87,17 @@ class LossHead:
         return gradient
 
     def no_rows(self, hidden: Tensor) -> None:
-        """A backward through the head that changes no gradient, of hidden states (T, D): where
-        several processes add up gradients, none may be missing."""
+        """Run a backward of the head on zero rows, so that its parameters have a gradient on every
+        rank before the reduce-scatter. `hidden`: (T, D)."""
         _end_without_rows(self._model, hidden)
 
     def total(
         self, num_valid_tokens: int | None, add_up: Callable[[Tensor], Tensor]
     ) -> tuple[float, int]:
-        """The summed loss of all ranks, and how many labels it is of. Of drawn chunks alone the
-        loss is an estimate for `num_valid_tokens` labels from their mean, in which each weighs as
-        in the gradient, and nan where none of them has a label."""
+        """Return the summed loss of all ranks, and its number of labels.
+
+        With the loss of sampled chunks only, it is their mean, weighted as in the gradient, times
+        `num_valid_tokens`; NaN if no sampled chunk has a label. `add_up`: all-reduces a tensor."""
         counts = [0.0, self._num_counted, self.num_labels]
         own = sent_to(self.loss_sum.device, torch.tensor(counts, dtype=torch.float64, device="cpu"))
         own[0] = self.loss_sum
@@ -114,7 +115,7 @@ class LossHead:
         return mean * num_valid_tokens, num_valid_tokens
 
     def _scales(self, targets: ChunkTargets, scale: float) -> Tensor:
-        """How often the loss of each label counts in the gradient, (R,)."""
+        """Return the factor of each label's loss in the gradient, (R,) float64."""
         of_all = torch.full(targets.labels.shape, scale, dtype=torch.float64, device="cpu")
         if self._batch.weights is not None:
             for (index, _), own in _by_run(targets, of_all):
@@ -122,7 +123,7 @@ class LossHead:
         return sent_to(targets.labels.device, of_all)
 
     def _require_gradient(self, hidden: Tensor) -> None:
-        """Raise ConfigError if neither the decoder nor the head leads to a trained parameter."""
+        """Raise ConfigError if the head, too, has no trained parameter."""
         with torch.enable_grad():
             logits = self._model.logits(hidden[:1].detach())
         if not logits.requires_grad:
@@ -139,18 +140,22 @@ _MOST_MOVED = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 class OutputHead:
-    """Values or final hidden states of each sequence of a call, whose loss is the caller's."""
+    """Token values or final hidden states of each sequence, for a loss outside the step."""
 
     def __init__(
         self, model: HFDecoder, batch: Batch, function: TokenFunction | None,
         modes: Callable[[], AbstractContextManager[object]], *, is_rounded: bool,
     ) -> None:  # fmt: skip
-        """`function`: its values (T,) or (T, k) are put out, 0 where a token has no label; None:
-        hidden states (T, D) are. `modes`: torch's, within which the head runs. `is_rounded`: passes
-        compute in 16 bits, whatever the dtype of hidden states."""
+        """
+        Args:
+            function: Returns token values (t,) or (t, k), which are output, 0 where a token has no
+                label. None: hidden states (T, D) are output.
+            modes: Makes the context manager that the head runs in, such as an autocast.
+            is_rounded: Whether passes compute in 16 bits, whatever the dtype of hidden states.
+        """
         self._model, self._batch, self._is_rounded = model, batch, is_rounded
         self.num_labels = 0
-        """Labels of this process in what has run since the last `total`."""
+        """Labels evaluated on this process since the last `total`."""
         self._tiled = function and _tiled(model, function, modes=modes)
         self.token_losses: list[Tensor] = []
         self.cotangents: Sequence[Tensor | None] = ()
@@ -160,7 +165,7 @@ class OutputHead:
         self._moved: dict[tuple[Run, ...], Tensor] = {}
 
     def evaluate(self, hidden: Tensor, targets: ChunkTargets) -> None:
-        """Put out what is of a chunk's final hidden states (T, D)."""
+        """Store the outputs of a chunk's final hidden states (T, D)."""
         self.num_labels += len(targets.labels)
         met = self._met[targets.rows.tokens] = [self._projected(hidden)]
         if self._tiled is None:
@@ -179,11 +184,11 @@ class OutputHead:
     def gradient(
         self, hidden: Tensor, targets: ChunkTargets, loss_factor: float, num_valid_tokens: int
     ) -> Tensor:
-        """The gradient (T, D) of what was put out, whose own are `cotangents`."""
+        """Return the gradient (T, D) with respect to `hidden`, from the outputs' `cotangents`."""
         self.num_labels += len(targets.labels)
         again = [self._projected(hidden.detach())]
         if self._tiled is None:
-            wide = torch.promote_types(hidden.dtype, torch.float32)  # rows may be of many sequences
+            wide = torch.promote_types(hidden.dtype, torch.float32)  # sequences may share rows
             gradient = torch.zeros_like(hidden, dtype=wide)
             for index, run, row in self._batch.runs(targets.rows):
                 own = self.cotangents[index]
@@ -199,36 +204,36 @@ class OutputHead:
             )  # fmt: skip
             again.append(values)
         if not targets.rows.tokens:
-            return gradient  # of a chunk that has no token on this process
+            return gradient  # the chunk has no token on this process
         met = self._met.pop(targets.rows.tokens)
         moved = [_moved(met[0], again[0], 1e-30)]
         for then, now in zip(met[1:], again[1:], strict=False):
-            # such as a log-ratio, which is all rounding while the policy is the one that sampled
+            # relative to 1 per value: a log-ratio of an unchanged policy is nothing but rounding
             moved.append(_moved(then, now, then.numel() ** 0.5))
         self._moved[targets.rows.tokens] = torch.stack(moved).max()
         return gradient
 
     def no_rows(self, hidden: Tensor) -> None:
-        """See `LossHead`; hidden states do not go through the head."""
+        """See `LossHead`; without a function the head is not used."""
         if self._tiled is not None:
             _end_without_rows(self._model, hidden)
 
     def total(
         self, num_valid_tokens: int | None, add_up: Callable[[Tensor], Tensor]
     ) -> tuple[float, int]:
-        """No loss, and the labels of all ranks."""
+        """Return 0 for the loss, and the number of labels of all ranks."""
         own, self.num_labels = self.num_labels, 0
         return 0.0, int(add_up(torch.tensor([own], device="cpu")))
 
     def finish(self) -> list[Tensor]:
-        """The outputs of each sequence, which are forgotten here: what the caller holds must not be
-        held by the graph that made it."""
+        """Return the outputs of each sequence and drop them here: the graph of an output would
+        otherwise keep it alive."""
         found, self._outputs = self._outputs, []
         return found
 
     def require_unmoved(self, dtype: torch.dtype) -> None:
-        """Raise ConfigError if the second phase has met other hidden states or values than the
-        first one. `dtype` is that of the weights."""
+        """Raise ConfigError if hidden states or values differ between the two phases by more than
+        rounding. `dtype`: of the weights."""
         bound = 5e-2 if self._is_rounded else _MOST_MOVED.get(dtype, 5e-2)
         if not self._moved:
             return
@@ -245,7 +250,7 @@ class OutputHead:
                 )
 
     def _own_cotangents(self, targets: ChunkTargets) -> Tensor:
-        """The cotangents (R, ...) of a chunk's labels, zeros of sequences that have none."""
+        """Return the cotangents (R, ...) of a chunk's labels; zeros for sequences without one."""
         like = next(own for own in self.cotangents if own is not None)
         found = []
         for index, tokens in targets.tokens:
@@ -258,13 +263,13 @@ class OutputHead:
         return torch.cat(found)
 
     def _output(self, index: int, like: Tensor) -> Tensor:
-        """The output of a sequence, each entry of which is as one of `like`."""
+        """Return a sequence's output tensor; its entries have shape and dtype as in `like`."""
         if not self._outputs:
             self._outputs = [like.new_zeros((n, *like.shape[1:])) for n in self._batch.seq_lens]
         return self._outputs[index]
 
     def _projected(self, hidden: Tensor) -> Tensor:
-        """A number for each row of hidden states (T, D)."""
+        """Return a fixed random projection (T,) of hidden states (T, D)."""
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()
         if self._projection is None:
             generator = torch.Generator("cpu").manual_seed(0)
@@ -295,14 +300,14 @@ def _weighted(function: TokenFunction, logits: Tensor, labels: Tensor, extras: E
 
 
 def _by_run(targets: ChunkTargets, values: Tensor) -> Iterator[tuple[tuple[int, Tensor], Tensor]]:
-    """The runs of a chunk's labels, each with its own of the values (R, ...)."""
+    """Split values (R, ...) of a chunk's labels by its runs; yield (run, values)."""
     lens = [len(tokens) for _, tokens in targets.tokens]
     return zip(targets.tokens, values.split(lens), strict=True)
 
 
 def _moved(then: Tensor, now: Tensor, least: float) -> Tensor:
-    """The distance of two tensors, relative to the norm of the first or to `least`. An infinity, or
-    what is no number, is as near as any other value to itself."""
+    """Return the norm of `now - then`, relative to the norm of `then`, at least `least`. Equal
+    infinities, and two NaNs, differ by 0."""
     same = (now == then) | (now.isnan() & then.isnan())
     known = torch.where(then.isfinite(), then, 0)
     return torch.where(same, 0, now - then).norm() / known.norm().clamp(min=least)

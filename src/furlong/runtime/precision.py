@@ -1,4 +1,4 @@
-"""In which dtype parameters compute and gradients accumulate.
+"""The dtypes in which parameters compute and gradients accumulate.
 
 Trained weights are float32 and compute in `compute_dtype`; the gradients of a chunk arrive in that
 dtype and are added to float32 sums at once. (bf16 sums over 64 chunks cost 0.8 % of the gradient.)
@@ -22,13 +22,17 @@ def compute_parameters(
     unchanged: Collection[nn.Parameter] = (),
     returned: dict[int, Tensor] | None = None,
 ) -> Iterator[None]:
-    """Within it leaves of `compute_dtype` (None: as they are) compute in the places of the model's
-    parameters, but for those that are `unchanged`.
+    """Context manager: replace the model's parameters by leaves of `compute_dtype`.
 
-    Their gradients are added to `.grad` as they arrive where that is wide enough; else to a sum in
-    float32 or wider, which on exit is added to `.grad`, rounded once. With `returned` all compute
-    on leaves of their own, and the sums end there, by the parameter's id; no `.grad` is touched. On
-    exit, also after an error, the model holds its own parameters again.
+    On exit, also after an error, the model has its original parameters again. Gradients of float32
+    and wider parameters are added to `.grad` as they arrive. Those of narrower ones are summed in
+    float32 or wider, and added to `.grad` on exit, rounded once.
+
+    Args:
+        compute_dtype: None: each parameter's dtype.
+        unchanged: Parameters that keep their dtype.
+        returned: If given, all gradient sums go there, keyed by id(parameter), and no `.grad` is
+            changed.
     """
     places = [
         (module, name, parameter)
@@ -41,7 +45,7 @@ def compute_parameters(
     sums: dict[int, Tensor] = {} if returned is None else returned
     leaves: dict[int, nn.Parameter] = {}
     earlier: dict[int, Tensor | None] = {}
-    """The `.grad` of parameters that are their own leaves, while gradients are summed."""
+    """`.grad` of parameters that are not replaced but summed apart, to restore on exit."""
     with ExitStack() as hooks:
         try:
             for key, parameter in parameters.items():
@@ -70,9 +74,10 @@ def compute_parameters(
 
 @contextmanager
 def added_gradients(model: nn.Module, *, keeps_zeros: bool = False) -> Iterator[None]:
-    """Within it runs a step. Trained parameters that had no `.grad` have none after an error.
-    `keeps_zeros`: what nothing has reached has zeros, which an optimizer must see where it was not
-    drawn."""
+    """Context manager for a step: after an error, parameters that had no `.grad` have none.
+
+    `keeps_zeros`: trained parameters without a gradient get zeros, as a sampled plan needs: an
+    optimizer would skip them otherwise."""
     without = [parameter for parameter in model.parameters() if parameter.grad is None]
     try:
         yield
@@ -88,8 +93,8 @@ def added_gradients(model: nn.Module, *, keeps_zeros: bool = False) -> Iterator[
 
 @contextmanager
 def gradients_apart(parameters: Sequence[nn.Parameter], found: dict[int, Tensor]) -> Iterator[None]:
-    """Within it parameters have no gradient; what they get ends in `found`, by their id, and
-    `.grad` is afterwards as before."""
+    """Context manager: collect the parameters' gradients in `found`, keyed by id(parameter), and
+    restore `.grad` on exit."""
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -102,12 +107,12 @@ def gradients_apart(parameters: Sequence[nn.Parameter], found: dict[int, Tensor]
 
 
 def _is_narrow(parameter: nn.Parameter) -> bool:
-    """Whether this call's gradient is summed apart from `.grad`, to be added to it on exit."""
+    """Whether gradients need a wider sum than `.grad`, which is added to it on exit."""
     return parameter.dtype.itemsize < 4
 
 
 def _add(parameter: nn.Parameter, leaf: Tensor) -> None:
-    """Add the gradient of what computes in a wide parameter's place to its `.grad`."""
+    """Move the gradient of a leaf to the `.grad` of the float32 or wider parameter it replaces."""
     assert leaf.grad is not None
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
@@ -116,7 +121,7 @@ def _add(parameter: nn.Parameter, leaf: Tensor) -> None:
 
 
 def _sum(sums: dict[int, Tensor], key: int, leaf: Tensor) -> None:
-    """Add the gradient of what computes in a parameter's place to a float32 or wider sum."""
+    """Move the gradient of a leaf to a float32 or wider sum."""
     assert leaf.grad is not None
     if key in sums:
         sums[key].add_(leaf.grad)
@@ -126,7 +131,7 @@ def _sum(sums: dict[int, Tensor], key: int, leaf: Tensor) -> None:
 
 
 def _added(parameter: nn.Parameter, total: Tensor) -> Tensor:
-    """`.grad` with a sum added to it: in place, as autograd does."""
+    """Add a sum to `.grad` in place, as autograd does; return it."""
     grad = parameter.grad
     if grad is None:
         return total.to(_grad_dtype(parameter))

@@ -1,4 +1,4 @@
-"""State that a forward and its recomputation share: random generators and modes of modules."""
+"""Random generators and module modes, saved at a forward and restored for its recompute."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ class RNGState:
 
 @contextmanager
 def replayed(state: RNGState | None, device: torch.device) -> Iterator[None]:
-    """Within it the generators draw again what they drew after `state` (None: nothing is replayed).
-
-    Afterwards, also after an error, they go on where they were.
-    """
+    """Context manager: set the generators to `state` (None: leave them), and restore them on exit,
+    also after an error."""
     if state is None:
         yield
         return
@@ -54,13 +52,13 @@ def replayed(state: RNGState | None, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def independent_draws(process: int, device: torch.device) -> Iterator[None]:
-    """Within it the generators draw as on no other process, also where all were seeded alike, and
-    again the same after the same seed. Afterwards they go on where one draw has left them."""
+    """Context manager: seed the generators differently on each process, reproducibly from the
+    current CPU generator. On exit that one has advanced by a single draw."""
     seed = int(torch.randint(2**62, (), device="cpu"))
     resume = RNGState.read(device)
     own = random.Random(f"{seed} {process}").getrandbits(63)
     torch.default_generator.manual_seed(own)
-    if device.type == "cuda":  # torch.manual_seed would seed all devices, of which one is put back
+    if device.type == "cuda":  # torch.manual_seed would seed all devices: only one is restored
         with torch.cuda.device(device):
             torch.cuda.manual_seed(own)
     try:
@@ -71,7 +69,7 @@ def independent_draws(process: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Within it any mode may be set; afterwards every module has its own again."""
+    """Context manager: restore the train or eval mode of every module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""One step: a plan and its sequences, agreed on by all processes, then obeyed by each of them."""
+"""One step: all processes agree on a plan and its sequences, then each runs its list of actions."""
 
 from __future__ import annotations
 
@@ -59,11 +59,16 @@ def batch_for(
     extras: Collection[str] | None = (WEIGHTS,),
     weights: Sequence[float] | None = None,
 ) -> Batch:
-    """The batch that a caller has passed to this process for a plan; labels are shifted.
+    """Return the batch of a plan, with shifted labels, from the caller's sequences.
 
-    `sequences`: all, in order, or a mapping of seq_id to each whose tokens this process reads.
-    `extras`: see `shift_labels`. Raises DataError unless the sequences are of the lengths that the
-    plan was made for, and `weights` one for each sequence of an exact plan.
+    Args:
+        sequences: All sequences in order, or a mapping from seq_id to sequence with at least those
+            that this process reads.
+        extras: See `shift_labels`.
+        weights: Factor of each sequence's loss in the gradient, for plans that do not sample.
+
+    Raises:
+        DataError: For sequences of other lengths than the plan's, or another number of weights.
     """
     require_type(plan, ChunkPlan, "Engine.plan returns one")
     if plan.two_phases:
@@ -103,8 +108,8 @@ def batch_for(
 
 
 def along_paths(plan: ChunkPlan, batch: Batch) -> Batch:
-    """The batch of a plan; sequences that branch with the tokens that follow one another. The label
-    of a branch's first token is what the token predicts that it goes on from."""
+    """Return the batch with spans for sequences that branch. A branch's first label is predicted by
+    the last token of the prefix that the branch continues."""
     planned = list(batch.planned)
     for seq_id in plan.trees.keys() & range(len(planned)):
         bounds = sorted(b for c in plan.groups[seq_id] for b in plan.bounds(seq_id, c))
@@ -117,15 +122,15 @@ def along_paths(plan: ChunkPlan, batch: Batch) -> Batch:
 
 
 def among(own: Mapping[Any, ShiftedSequence], seq_lens: Sequence[int]) -> Batch:
-    """A batch by seq_id, of which only `own` sequences are here: the others are empty."""
+    """Return a batch of `seq_lens` in which sequences not in `own` (by seq_id) are empty."""
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     absent = ShiftedSequence(none, none)
     return batch_of([own.get(seq_id, absent) for seq_id in range(len(seq_lens))], seq_lens)
 
 
 def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int | None) -> int:
-    """The divisor of the summed loss, in tokens. Raises DataError where nothing has a label, or
-    where nobody says how many have one."""
+    """Return the divisor of the summed loss, in tokens. Raises DataError where no token has a
+    label, or where the number of labels is unknown."""
     if num_valid_tokens is not None:
         return whole_number(num_valid_tokens, "num_valid_tokens")
     if own_valid_tokens is None:
@@ -145,7 +150,7 @@ def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int | None) -> in
 
 
 def read_sequences(plan: ChunkPlan, rank: int, rows_of: Callable[[Chunk], ChunkRows]) -> list[int]:
-    """Sequences of which a process reads tokens or labels: at the first stage and at the last."""
+    """Return the sequences whose tokens (first stage) or labels (last stage) a process reads."""
     ends = {0, len(plan.stages) - 1}
     own = {a.chunk for a in plan.actions[rank] if isinstance(a, Forward) and a.stage in ends}
     return sorted({seq_id for chunk in own for seq_id, *_ in rows_of(plan.chunks[chunk]).tokens})
@@ -177,25 +182,25 @@ class StepResult:
     """Losses of an evaluation (backward=False): one (T,) float64 tensor per sequence, on the CPU.
     Entry t is the loss of token t + 1 given those up to t; 0 where that has no label."""
     plan: ChunkPlan | None = None
-    """The plan that ran, of which the timeline tells."""
+    """The plan that ran."""
     cpu_bytes: int = 0
-    """Most bytes at a time in CPU memory."""
+    """Peak of offloaded bytes in CPU memory."""
     disk_bytes: int = 0
     has_drawn: bool = False
     """Whether a forward in train mode drew random numbers on this process."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other figures of the loss, by name."""
+    """Other metrics of the loss, by name."""
     attention: Tally = field(default_factory=Tally)
-    """Calls and FLOPs of a GPU's attention kernels."""
+    """Calls and FLOPs of attention kernels on a GPU."""
 
 
 def planner_of(
     session: Session, options: ChunkOptions, *, backward: bool
 ) -> Callable[[Sequence[int], Forks | None], ChunkPlan]:
-    """A function that plans the sequences of one replica, by their lengths and, on one device,
-    where they branch. Among several stages a collective; what it returns is none."""
+    """Return a function that plans one replica's sequences from their lengths and, on one device,
+    the positions where they branch. A collective over pipeline stages; the function is not."""
     model, ranks, pipeline = session.model, session.ranks, session.state.pipeline
-    # gathered whatever this process asks for: another one may ask for something else
+    # collective, so independent of `options`, which may differ between processes
     frozen = session.num_frozen_layers if pipeline else 0
 
     def plan(seq_lens: Sequence[int], forks: Forks | None = None) -> ChunkPlan:
@@ -223,8 +228,9 @@ def planner_of(
 def planned_batch(
     session: Session, options: ChunkOptions, read: Callable[[], Batch], *, backward: bool
 ) -> tuple[ChunkPlan, Batch, range]:
-    """The plan and the batch of the sequences that all replicas `read`, and the numbers of this
-    one's among them. Where one process raises an error, all do."""
+    """Plan the sequences of all replicas; return the plan, its batch, and the seq_ids of this
+    replica's sequences. `read` returns this replica's batch. Collective: if one process raises an
+    error, all do."""
     ranks, planner = session.ranks, planner_of(session, options, backward=backward)
 
     def make() -> tuple[Batch, Planned, int]:
@@ -247,7 +253,7 @@ def planned_batch(
 
 
 def facts_of(options: ChunkOptions, backward: bool) -> dict[str, object]:
-    """Return the options of a step that must be alike on all replicas, by name."""
+    """Return the options of a step that must be equal on all replicas, by name."""
     return {
         "backward": backward, "chunks.order": options.order,
         "chunks.stage_layers": options.stage_layers, "chunks.reshard": options.reshard,
@@ -257,7 +263,7 @@ def facts_of(options: ChunkOptions, backward: bool) -> dict[str, object]:
 
 
 def drawn_seed(plan: ChunkPlan, options: ChunkOptions) -> int | None:
-    """A seed of this process for the draw that `options` ask for; None where they ask for none."""
+    """Return the seed of the options' chunk sampling, drawn if not given; None without sampling."""
     sampling = options.sampling
     if sampling is None or not plan.trained:
         return None
@@ -268,8 +274,8 @@ def drawn_seed(plan: ChunkPlan, options: ChunkOptions) -> int | None:
 def with_draw(
     plan: ChunkPlan, options: ChunkOptions, seed: int | None, labelled: Collection[int] = ()
 ) -> ChunkPlan:
-    """The plan of the whole batch with the draw of a seed, the same on all processes; None: it
-    draws nothing. `labelled`: chunks whose labels decide with which probability they are drawn."""
+    """Return the plan of the whole batch with the chunks that `seed` samples; unchanged if None.
+    The seed is equal on all processes. `labelled`: chunks with labels; see `spaco.sampled`."""
     if options.sampling is None or seed is None:
         return plan
     return sampled(plan, replace(options.sampling, seed=seed), labelled)
@@ -285,8 +291,10 @@ def take_step(
     head: Callable[[HFDecoder, ChunkPlan, Batch], Head] = LossHead,
     **measuring: Unpack[Measuring],
 ) -> StepResult:
-    """Take the step of a plan and its batch; where one process cannot, none does. `head`: makes
-    what takes final hidden states. The other arguments are those of `Engine.run`."""
+    """Run a plan on its batch; if one process raises an error before the first action, all do.
+
+    `head` makes the consumer of final hidden states. Other arguments: see `Engine.run`.
+    """
     model = session.model
     divisor, any_trains = _agreed(session, plan, batch, num_valid_tokens)
     if len(plan.stages) > 1:
@@ -315,7 +323,7 @@ def take_step(
         executor = together(session.ranks, make)
         session.state.is_settled = False
         tally = session.state.backend.tally
-        tally.taken()  # of checks and other calls
+        tally.taken()  # drop counts of checks and other calls
         try:
             loss_sum, timeline = executor.run(watch)
         finally:
@@ -332,9 +340,9 @@ def take_step(
 
 
 def _take_pinned(session: Session, plan: ChunkPlan) -> None:
-    """Take the pinned memory that a plan needs before its first action: seconds for each 10 GB,
-    once. A plan with no more tokens than those before finds it there; what cannot be predicted,
-    and what `memory.cpu` does not hold, is taken as the step goes on."""
+    """Reserve the pinned memory of a plan before its first action: pinning 10 GB takes seconds.
+    Plans with at most the tokens of earlier ones reuse it. If the need cannot be predicted, or is
+    above `memory.cpu`, memory is pinned during the step."""
     model, pools = session.model, session.state.opened
     if model.device.type != "cuda" or "cpu" not in plan.offload.targets:
         return
@@ -358,8 +366,8 @@ def _take_pinned(session: Session, plan: ChunkPlan) -> None:
 def memory_of(
     session: Session, dtype: torch.dtype | None = None, room_bytes: int = 0
 ) -> PlanMemory | None:
-    """The memory of a model's plans, computed in `dtype` or in its own; None where its bytes cannot
-    be counted."""
+    """Return the memory model of a session's plans, computed in `dtype`, by default the session's;
+    None for a config whose memory is not modelled. `room_bytes`: see `PlanMemory`."""
     model = session.model
     try:
         shape = describe(model.config)
@@ -373,18 +381,18 @@ def memory_of(
 def _agreed(
     session: Session, plan: ChunkPlan, batch: Batch, num_valid_tokens: int | None
 ) -> tuple[int, bool]:
-    """The divisor of a step, and whether any process trains a parameter.
+    """Check a step on all processes; return its divisor, and whether any parameter is trained.
 
-    Raises an error, on all, for a step that one process cannot take; ConfigError unless all have
-    the same plan, divisor, sequences and, in a stage, trained parameters; PlanError where the plan
-    has no backward in layers that one of them trains.
+    Collective: an error on one process is raised on all. Raises ConfigError unless all have the
+    same plan, divisor, weights and sequences, and PlanError if the plan has no backward in layers
+    that a process trains.
     """
     model, ranks = session.model, session.ranks
 
     def find() -> tuple[int, int, bool]:
         divisor = divisor_of(num_valid_tokens, batch.num_labels)
         check_ranges(batch.sequences, model)
-        num_frozen = model.num_layers  # the executor compares where the model is whole
+        num_frozen = model.num_layers  # the executor checks this itself without a pipeline
         if session.state.pipeline is not None:
             _require_stage(session, plan)
             num_frozen = model.num_frozen_layers if plan.frozen_stages else num_frozen
@@ -410,9 +418,9 @@ def _agreed(
 
 
 def _require_stage(session: Session, plan: ChunkPlan) -> None:
-    """Raise PlanError for layers that this process lacks, or of which it has old weights."""
+    """Raise PlanError for layers that this process lacks, or whose weights here are outdated."""
     model, before = session.model, session.state.trained_layers
-    model.stages(plan.stages)  # of other heights than the model has
+    model.stages(plan.stages)  # refuses stages that do not add up to the model's layers
     own = layers_of(plan, session.rank)
     model.require_held(own)
     if len(model.local_layers) > len(own) and before not in (None, own):
@@ -423,6 +431,6 @@ def _require_stage(session: Session, plan: ChunkPlan) -> None:
 
 
 def layers_of(plan: ChunkPlan, rank: int) -> range:
-    """The layers that a list of a plan runs."""
+    """Return the layers that a rank of the plan runs."""
     stages = plan.held[rank]
     return range(sum(plan.stages[: stages[0]]), sum(plan.stages[: stages[-1] + 1]))

@@ -1,16 +1,17 @@
-"""Values of tokens, of which the caller makes a loss: a plan in two phases, or two steps.
+"""Token values as one autograd node: a plan in two phases on one process, two steps on several.
 
-It is one node of autograd's graph: the forward obeys all Forwards of a plan, the backward
-everything else, with what autograd brings. The parameters are inputs of the node, so that its
-gradients take autograd's own way: `.grad`, `torch.autograd.grad`, hooks, data parallelism and
-scalers see each parameter once. Both phases compute on leaves of their own, which share the
-parameters' memory: an error leaves every `.grad` as it was, but one to which gradients are `added`.
+On one process (`TwoPhases`) the node's forward runs all Forwards of a plan, and its backward runs
+the other actions with the output gradients from autograd. The parameters are inputs of the node,
+so its gradients are returned through autograd: `.grad`, `torch.autograd.grad`, hooks, data
+parallelism and gradient scalers see each parameter once. Both phases compute on separate leaves
+that share the parameters' memory, so an error leaves every `.grad` unchanged, unless
+gradients="added".
 
-Several processes evaluate in one step, and the backward is another step, whose head takes the
-caller's gradients in the place of a loss. Nothing lives between the two, and each may have any
-layout; the price is one more forward to the last K,V. What is drawn would be drawn anew: a model
-that draws is refused. The gradient is that of the sum of all replicas' losses; within a replica
-every process makes the same one.
+Several processes (`TwoSteps`) evaluate in one step. The backward is another step, whose head takes
+the caller's gradients instead of a loss. No tensor is kept between the two, and each may have any
+layout, at the price of one more forward to the last K,V. The second step would draw other random
+numbers, so models that draw are refused. The gradient is that of the sum of all replicas' losses;
+the processes of a replica all compute the same loss.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ Gradients = Literal["returned", "added"]
 
 
 class TwoPhases:
-    """One call: what lives from its forward to its backward. Dropped without a backward, it gives
-    back what it holds."""
+    """One call on one process, and the tensors kept from its forward to its backward. They are
+    freed if it is garbage-collected before a backward."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class TwoPhases:
         autocast: Autocast,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`function`: see `OutputHead`. `watch`: see `Executor.run`, of both phases."""
+        """`function`: see `OutputHead`. `watch` (see `Executor.run`) is called in both phases."""
         self._session, self._plan, self._gradients = session, plan, gradients
         self._batch = batch
         self._watch = watch
@@ -88,7 +89,7 @@ class TwoPhases:
         self._at_forward = _AtForward(self._model.model)
         self._head = OutputHead(self._model, batch, function, autocast, is_rounded=autocast.enabled)
         state = session.state
-        # pools of its own: other calls may come, and fail, between the phases
+        # separate pools: other calls may run, and fail, between the phases
         pools = state.opened.beside()
         self._executor = Executor(
             self._model, plan, batch,
@@ -103,14 +104,14 @@ class TwoPhases:
         return self._at_forward.parameters
 
     def first(self) -> list[Tensor]:
-        """The outputs of each sequence, without a graph. Call it alone on the model."""
+        """Run the forwards, in `Session.call`; return each sequence's outputs without a graph."""
         forwards = sum(isinstance(action, Forward) for action in self._plan.actions[0])
         with self._session.computing():
             self._executor.advance(forwards, self._watch)
         return self._head.finish()
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradient of each parameter; None for what has none, or whose `.grad` has got it."""
+        """Return each parameter's gradient; None without one, or if it was added to `.grad`."""
         if not self._end.alive:
             raise _second_backward()
         returned: dict[int, Tensor] | None = {} if self._gradients == "returned" else None
@@ -118,7 +119,7 @@ class TwoPhases:
         try:
             self._head.cotangents = cotangents
             with self._session.alone(takes_autocast=True):
-                self._at_forward.require_same(model.model)  # not as another thread's call has them
+                self._at_forward.require_same(model.model)  # while no other thread's call runs
                 with (
                     self._at_forward.modes(model.model),
                     self._session.computing(self._plan, returned, model),
@@ -133,7 +134,7 @@ class TwoPhases:
 
 
 class TwoSteps:
-    """One call of several processes: an evaluation, and for its backward a step."""
+    """One call of several processes: an evaluation, and a training step for its backward."""
 
     def __init__(
         self,
@@ -144,10 +145,10 @@ class TwoSteps:
         gradients: Gradients,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`batch`: this replica's. The other arguments are those of `TwoPhases`."""
+        """`batch`: this replica's sequences. Other arguments: see `TwoPhases`."""
         assert session.ranks is not None
         self._session, self._ranks = session, session.ranks
-        reshard(session.model.base)  # a call of the model itself gathers them
+        reshard(session.model.base)  # a direct call of the model leaves weights gathered
         self._place = f"the backward of call {session.state.num_calls} of {_name(function)}"
         self._gradients, self._watch, self._options = gradients, watch, options
         self._local, self._at_forward = batch, _AtForward(session.model.model)
@@ -161,22 +162,23 @@ class TwoSteps:
             is_rounded=dtype is not None and dtype.itemsize < 4,
         )  # fmt: skip
         self._is_over = False
-        self._records = torch.is_grad_enabled()  # which the node's forward is not
+        self._records = torch.is_grad_enabled()  # read here: it is off in the node's forward
         self._checksum = weights_checksum(self.parameters) if self._records else 0
         reached = session.model.model if function else session.model.decoder
         ids = {id(parameter) for parameter in reached.parameters()}
         self._head_alone = [p for p in self.parameters if id(p) not in ids]
-        """The head's parameters, where none of its logits are taken."""
+        """Parameters outside the decoder, if the head is not used (hidden states)."""
         self._like = torch.empty(0, device="cpu")
-        """Dtype and columns of the outputs, without a token."""
+        """Empty tensor with the outputs' dtype and columns."""
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         return self._at_forward.parameters
 
     def first(self) -> list[Tensor]:
-        """The outputs of each of this replica's sequences on all its processes, without a graph.
-        Raises ConfigError, on all, for a backward to come of what has drawn."""
+        """Evaluate; return each of this replica's sequences' outputs, on all its processes and
+        without a graph. Raises ConfigError, on all, if a backward will follow and the model drew
+        random numbers."""
         has_drawn = self._take(self._plan)
         if self._records and any(n for (n,) in gathered(self._ranks, [int(has_drawn)])):
             raise ConfigError(
@@ -191,7 +193,7 @@ class TwoSteps:
         return found
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `TwoPhases`; a gradient is that of this process's part of the parameter."""
+        """See `TwoPhases`; gradients are of this process's shards."""
         with self._session.call(self._place):
             return self._second(cotangents)
 
@@ -228,21 +230,21 @@ class TwoSteps:
             self._take(plan)
         together(ranks, lambda: self._head.require_unmoved(self.parameters[0].dtype))
         self._head.cotangents = ()
-        for parameter in without:  # FSDP2 gives zeros to what no backward reaches
+        for parameter in without:  # FSDP2 sets zeros where no backward arrives
             parameter.grad = None
         for parameter in self._head_alone:
             found.pop(id(parameter), None)
         return [found.get(id(p)) for p in self.parameters]
 
     def _take(self, plan: ChunkPlan) -> bool:
-        """Take a step; whether this process has drawn random numbers."""
+        """Run a step; return whether this process drew random numbers."""
         return take_step(
             self._session, plan, self._batch, 1, self._watch, head=lambda *_: self._head
         ).has_drawn
 
     def _of_all(self, found: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs of this replica's sequences, of which each process has found some entries,
-        or none of any."""
+        """All-reduce the outputs, of which each process has computed some entries or none (zeros
+        elsewhere); return those of this replica's sequences."""
         form = (_DTYPES.index(found[0].dtype), *found[0].shape[1:], 0)[:2] if found else (-1, -1)
         forms = {tuple(form) for form in gathered(self._ranks, form)} - {(-1, -1)}
         if len(forms) > 1:
@@ -269,7 +271,7 @@ _DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 class _AtForward:
-    """The model as it is at the forward, and must be at the backward."""
+    """Parameters, modes and adapters of a model at the forward, to compare at the backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = tuple(model.parameters())
@@ -277,7 +279,7 @@ class _AtForward:
         self._adapters = adapter_states(model)
 
     def require_same(self, model: nn.Module) -> None:
-        """Raise ConfigError for other parameters or adapters."""
+        """Raise ConfigError if the parameters or adapters have changed."""
         if {id(p) for p in model.parameters()} != {id(p) for p in self.parameters}:
             raise _changed("parameters")
         if adapter_states(model) != self._adapters:
@@ -285,7 +287,7 @@ class _AtForward:
 
     @contextmanager
     def modes(self, model: nn.Module) -> Iterator[None]:
-        """Within it modules train or evaluate as they did in the forward."""
+        """Context manager: set the train or eval mode that each module had in the forward."""
         with modes_kept(model):
             for module, training in self._modes:
                 module.training = training
@@ -297,11 +299,11 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any, run: TwoPhases | TwoSteps, anchor: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """`anchor`: a leaf, by which a process has a backward whose stage trains nothing."""
+        """`anchor`: a leaf that gives processes without trained weights a backward."""
         ctx.run = run
         ctx.set_materialize_grads(False)
-        if isinstance(run, TwoPhases):  # several processes compare checksums together
-            ctx.save_for_backward(*parameters)  # a weight that was changed in place is an error
+        if isinstance(run, TwoPhases):  # `TwoSteps` compares checksums instead
+            ctx.save_for_backward(*parameters)  # reading them raises if one was changed in place
         return tuple(run.first())
 
     @staticmethod
@@ -318,20 +320,20 @@ class _Node(torch.autograd.Function):
 
 
 def differentiable(run: TwoPhases | TwoSteps) -> list[Tensor]:
-    """The outputs of a call, with a graph that leads to the parameters."""
+    """Return the outputs of a call, connected to the parameters by one autograd node."""
     anchor = torch.empty(0, device="cpu", requires_grad=True)
     return list(_Node.apply(run, anchor, *run.parameters))  # type: ignore[no-untyped-call]
 
 
 def _unused(plan: ChunkPlan, batch: Batch, cotangents: Sequence[Tensor | None]) -> frozenset[int]:
-    """The chunks without a token of a sequence that has a cotangent, which none such needs."""
+    """Return the chunks that no sequence with an output gradient needs: they get no backward."""
     used = {
         index
         for index, chunk in enumerate(plan.chunks)
         if any(cotangents[i] is not None for s in chunk.slices for i in batch.members(s))
     }
     for seq_id, group in plan.groups.items():
-        # also one whose tail shares its chunk with a used sequence
+        # the whole group too if its tail shares a chunk with such a sequence
         tree = plan.trees.get(seq_id)
         if tree is None and not used.isdisjoint(group):
             used.update(group)
@@ -346,7 +348,7 @@ def _end(executor: Executor, pools: Pools) -> None:
 
 
 def _require_labels(function: TokenFunction | None, num_labels: int | None) -> None:
-    """Raise DataError for values of tokens where none has a label."""
+    """Raise DataError for token values of sequences without any label."""
     if function is not None and not num_labels:
         raise refused_data(
             "no token with a label, but for first ones, which nothing predicts",
@@ -389,7 +391,7 @@ def token_values(
     share_prompts: bool = True,
     watch: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    """See `Engine.token_values`, and without a function `Engine.hidden_states`."""
+    """See `Engine.token_values`; with `function` None, `Engine.hidden_states`."""
 
     def read() -> list[ShiftedSequence]:
         if function is not None:
@@ -435,7 +437,7 @@ def _planned_alone(
     session: Session, sequences: Sequence[ShiftedSequence], options: ChunkOptions,
     autocast: Autocast, *, differs: bool, share_prompts: bool,
 ) -> tuple[Batch, ChunkPlan]:  # fmt: skip
-    """The batch and the plan of a call on one device. `differs`: a backward is to come."""
+    """Return the batch and plan of a call on one device. `differs`: a backward will follow."""
     model = session.model
     check_ranges(sequences, model)
     shares = share_prompts and may_share(session)
@@ -446,15 +448,15 @@ def _planned_alone(
             options = decided(session, options, lens, batch.forks, autocast)
         return batch, plan_two_phases(lens, options, num_layers=model.num_layers, forks=batch.forks)
     if options.keep == "auto":
-        options = replace(options, keep="kv")  # no matter: nothing comes after the forwards
+        options = replace(options, keep="kv")  # unused: an evaluation keeps nothing
     return batch, plan_on_device(
         lens, options, num_layers=model.num_layers, forks=batch.forks, backward=False
     )
 
 
 def _any_trains(ranks: Ranks, trains: bool) -> bool:
-    """Whether any process trains parameters. Raises ConfigError, on all, where some of them record
-    a graph and others do not: those would wait for a backward that never comes."""
+    """Return whether any process trains parameters. Raises ConfigError, on all, where only some
+    record a graph: they would wait in the backward for the others. A collective."""
     rows = gathered(ranks, [int(torch.is_grad_enabled()), int(trains)])
     without = [str(process) for process, (records, _) in enumerate(rows) if not records]
     if 0 < len(without) < len(rows):
@@ -469,22 +471,21 @@ def _any_trains(ranks: Ranks, trains: bool) -> bool:
 
 
 def may_share(session: Session) -> bool:
-    """Whether several answers may go on from one prompt: on one device, and where no state leaves
-    it, for that goes on to one answer alone."""
+    """Whether answers may share a prompt's computation: on one device, without recurrent layers,
+    whose state only one answer could continue."""
     return session.ranks is None and session.model.events is None
 
 
 _COPIES_TO_COME = 3
-"""Copies of the trained weights that are not there at the first call: gradients, and the two
-moments of AdamW."""
+"""Copies of the trained weights allocated after the first call: gradients and AdamW's moments."""
 
 
 def decided(
     session: Session, options: ChunkOptions, seq_lens: Sequence[int], forks: Forks,
     autocast: Autocast,
 ) -> ChunkOptions:  # fmt: skip
-    """The options of a call with gradients, with a keep in the place of auto: as much as the free
-    bytes of the device hold between the phases, `kv` where the model's bytes cannot be counted."""
+    """Replace keep="auto" by the keep of the largest tensors that fit in the device's free memory
+    between the phases; `kv` where the model's memory cannot be predicted."""
     storage = session.state.opened.storage
     room = _room_bytes(session) if storage.device_bytes is None else storage.device_bytes
     memory = memory_of(session, autocast.dtype if autocast.enabled else None, room)
@@ -495,9 +496,8 @@ def decided(
 
 
 def _room_bytes(session: Session) -> int:
-    """Bytes that were free on the device at the first call, without what training will need of
-    them beside its calls: the same for all calls on a model, so that equal ones have equal plans.
-    """
+    """Return the device bytes free at the first call, less what gradients and optimizer will take.
+    Equal for all calls on a model, so that equal calls have equal plans."""
     state, model = session.state, session.model.model
     if state.room_bytes is None:
         trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -507,8 +507,8 @@ def _room_bytes(session: Session) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """The budget of `memory.device: auto`; on CUDA with what torch's allocator holds and nobody
-    uses."""
+    """Return the budget of `memory.device: auto`; on CUDA it includes the unused memory that
+    torch's caching allocator holds."""
     if device.type != "cuda":
         return free_ram_budget_bytes()
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
