@@ -1,11 +1,11 @@
-"""Communication of a rank with others, as an argument of the executor.
+"""Communication of one rank with others, passed to the executor.
 
-No plan that needs another rank can run on a single one: a Reduce that nothing carries out would
-leave half a gradient that looks like a whole one.
+A plan for several ranks is refused on a single one: without its Reduce, partial gradients would
+look complete.
 
-Tied embeddings in a pipeline: the first and the last stage each hold the weight under the name of
-the input embeddings, with equal values. The first one's gradient is that of the embedding, the last
-one's that of the head; after their sum both optimizers make the same update.
+Tied embeddings in a pipeline: the first and the last stage each hold a copy of the weight, under
+the name of the input embeddings and with equal values. The first stage computes the embedding's
+gradient, the last one the head's. They are summed, so both optimizers make the same update.
 """
 
 from __future__ import annotations
@@ -58,20 +58,21 @@ from furlong.runtime.precision import gradients_apart
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The links of one process, and its copy of a weight that two stages hold, if it has one."""
+    """The links of one process to neighbouring stages, and its group for tied embeddings."""
 
     links: Links
     heights: tuple[int, ...]
     """Layers of each stage."""
     tied_group: dist.ProcessGroup | None = None
-    """The first and the last stage of this pipeline; None for a process without a copy."""
+    """This pipeline's first and last stage; None for a process without the tied weight."""
     is_second: bool = False
-    """Whether the copy is the last stage's."""
+    """Whether this process holds the last stage's copy."""
 
     @contextmanager
     def adding_up(self, model: HFDecoder) -> Iterator[None]:
-        """Within it runs a step, of which the gradients of both copies are then added up; what
-        there was before it is a sum of both already. An error forgets those of the step."""
+        """Context manager for a step: all-reduce the step's gradients of the tied weight on exit.
+        A `.grad` from before the step is already such a sum, so it is kept apart. After an error
+        the step's gradient is dropped."""
         group, weight = self.tied_group, model.tied_weight
         if group is None or weight is None or not weight.requires_grad:
             yield
@@ -85,7 +86,7 @@ class Pipeline:
 
 
 def open_pipeline(ranks: Ranks, model: HFDecoder) -> Pipeline:
-    """The pipeline of this process. Collective over the world: every process makes all groups."""
+    """Open this process's links. Collective over the world: every process creates all groups."""
     by_stage = ranks.mesh.mesh.reshape(ranks.pp, -1).T.tolist()
     pipeline = Pipeline(open_links(by_stage, model.device), _stage_heights(ranks, model))
     for first, *_, last in by_stage if model.config.tie_word_embeddings else ():
@@ -98,8 +99,8 @@ def open_pipeline(ranks: Ranks, model: HFDecoder) -> Pipeline:
 
 
 def _stage_heights(ranks: Ranks, model: HFDecoder) -> tuple[int, ...]:
-    """Layers of each stage: those that its processes hold, or about equally many where all hold all
-    of them. Collective over the world."""
+    """Return the number of layers of each stage: the layers that its processes hold, or an even
+    split if each holds the whole model. Collective over the world."""
     held = gathered(ranks, [model.local_layers.start, len(model.local_layers)])
     firsts, counts = zip(*held[:: ranks.dp * ranks.sp], strict=True)
     if firsts == tuple(accumulate((0, *counts[:-1]))) and sum(counts) == model.num_layers:
@@ -108,8 +109,7 @@ def _stage_heights(ranks: Ranks, model: HFDecoder) -> tuple[int, ...]:
 
 
 class Comms:
-    """Messages and collectives of this process in one plan; without `ranks` it is alone, and holds
-    every sum whole."""
+    """Messages and collectives of this process in one plan; a single process has none."""
 
     def __init__(
         self,
@@ -118,38 +118,43 @@ class Comms:
         messages: tuple[Links, Parcel] | None = None,
         copies: torch.cuda.Stream | None = None,
     ) -> None:
-        """`model`: as `fsdp.shard` has left it. `messages`: the links to other stages, and the form
-        of what passes them in this plan. `copies`: the stream on which weights come from the CPU,
-        always the same one; None where they are gathered."""
+        """
+        Args:
+            ranks: None for a single process.
+            model: After `fsdp.shard`.
+            messages: Links to other stages, and the shape and dtype of this plan's messages.
+            copies: Stream of copies of offloaded weights to the GPU, the same one for all plans;
+                None if weights are gathered from other processes.
+        """
         self._ranks, self._messages, self._copies = ranks, messages, copies
         self._freed: torch.Event | None = None
-        """When all was computed that used weights that are freed."""
+        """Recorded at the last reshard, after all work that uses the freed weights."""
         self._ready: dict[int, torch.Event] = {}
-        """When the weights of stages that no pass has used yet are on the device."""
+        """Stage -> event after the copy of its weights, until its first pass waits for it."""
         base = None if model is None else model.base
         self._base: FSDPModule | None = base if isinstance(base, FSDPModule) else None
-        """The model; None where no other process holds the same weights."""
+        """The root FSDP2 module; None if weights are not sharded."""
         self._model = model
         self._stages: tuple[tuple[FSDPModule, ...], ...] = ()
-        """The layers of each stage, with embedding or head: gathered and added up together."""
+        """FSDP2 modules of each stage, with embedding or head."""
         self._passing: tuple[tuple[FSDPModule, ...], ...] = ()
-        """The layers of each stage that are gathered with each pass."""
+        """Those that FSDP2 gathers and frees in each pass (`plan.regathers`)."""
         self._is_kept = False
-        """Whether the plan leaves open when weights are gathered: before the first action."""
+        """Whether the plan has no Unshard: weights are gathered before the first action."""
         self._outcome = FINE
         self._stage_knows = False
-        """Whether all processes of this stage know that one of them has failed."""
+        """Whether the processes of this stage have agreed that one of them failed."""
         self.is_settled = ranks is None
-        """Whether every message and every collective of the list is over, on all processes."""
+        """Whether all messages and collectives of the plan have finished on all processes."""
         self._agreed: set[int] = set()
-        """Stages of which all know that their gradients are about to be added up."""
+        """Stages whose processes have agreed to reduce gradients."""
         self._is_adding_up = False
 
     def _now(self) -> torch.Event:
         return torch.cuda.current_stream().record_event()
 
     def accept(self, plan: ChunkPlan) -> None:
-        """Raise PlanError for a plan that is not of these ranks."""
+        """Prepare for a plan. Raises PlanError if it was made for other ranks."""
         require_layout(plan, self._ranks)
         self._plan, self._rank = plan, 0 if self._ranks is None else self._ranks.plan_rank
         own = plan.actions[self._rank]
@@ -169,8 +174,9 @@ class Comms:
         self._stages = tuple(map(_divided, stages))
 
     def before(self, index: int) -> None:
-        """Action number `index` is about to begin; the first one when the plan has passed all
-        checks, for what is posted cannot be taken back."""
+        """Called before action number `index`: post receives, gather weights that the plan keeps,
+        and wait for weights that the action uses. Posted receives cannot be withdrawn, so the plan
+        must have passed all checks."""
         if self._messages is not None:
             links, parcel = self._messages
             if not index:
@@ -184,27 +190,26 @@ class Comms:
                 torch.cuda.current_stream().wait_event(self._ready.pop(action.stage))
 
     def send(self, action: Send, x: Tensor) -> None:
-        """Send hidden states, or their gradient, (T, D) to a neighbour."""
+        """Send hidden states or their gradient (T, D) to a neighbouring stage."""
         self._neighbour(action).send(action, x)
 
     def recv(self, action: Recv) -> Tensor:
-        """Receive the same."""
+        """Receive hidden states or their gradient (T, D) from a neighbouring stage."""
         return self._neighbour(action).recv(action)
 
     def unshard(self, stage: int) -> None:
-        """Start to gather the stage's weights, each group of which FSDP2 waits for before its first
-        pass.
+        """Start to gather the stage's weights; FSDP2 waits for each module before its first pass.
 
-        In front of this process's first layers what is beside all of them is gathered, and waited
-        for: every first pass needs it, and no copy of it is made beside layers that have come.
+        Before this process's first stage the root's parameters are gathered, synchronously: every
+        first pass needs them, and their copy-out needs no memory beside gathered layers.
         """
         if self._base is None:
             return
         if stage == self._plan.held[self._rank][0]:
             self._base.unshard()
         if self._copies is not None:
-            # FSDP2 by itself would copy in front of the first pass, which would wait
-            self._copies.wait_event(self._freed or self._now())  # memory is taken again
+            # FSDP2 would copy on the current stream, in front of the next pass
+            self._copies.wait_event(self._freed or self._now())  # copies may reuse freed memory
             with torch.cuda.stream(self._copies):
                 for module in self._stages[stage]:
                     module.unshard()
@@ -215,7 +220,7 @@ class Comms:
                 module.unshard(async_op=True)
 
     def cut_short(self, stage: int) -> None:
-        """A pass of the stage has ended inside its last layer, which FSDP2 would not free."""
+        """Free layers gathered per pass: KVReady ended the last one, so its FSDP2 hook did not."""
         if passing := self._passing[stage]:
             reshard_modules(passing)
 
@@ -226,31 +231,33 @@ class Comms:
             self._freed = self._now()
 
     def _gather_kept(self) -> None:
-        """Gather all weights of a plan that leaves open when."""
+        """Gather all weights, once, for a plan without Unshard."""
         if self._is_kept:
             self._is_kept = False
             for stage in self._plan.held[self._rank]:
                 self.unshard(stage)
 
     def is_last(self, action: Backward) -> bool:
-        """Whether an action is the last Backward of its stage in this process's list."""
+        """Whether `action` is the last Backward of its stage on this rank."""
         return self._last_backwards[action.stage] is action
 
     @contextmanager
     def backward(self, action: Backward) -> Iterator[None]:
-        """Within it runs a Backward, without the loss in front of it. A stage's gradients are added
-        up in its last Backward or, of layers that are gathered with each pass, in each; in the last
-        of all also those beside the stages. Before a last one all that add them up agree that none
-        of them has failed.
+        """Context manager for a Backward, without its loss: reduce-scatter gradients.
 
-        All ranks come to it in the same order: the last Backward of a stage comes after that of the
-        stage behind it.
+                                   layers gathered once    gathered with each pass
+            other Backward         -                       reduced, from torch 2.13 on
+            last of its stage      reduced                 reduced
+            last of this rank      the root's parameters are reduced, too
+
+        Before a stage's last Backward its processes agree that none of them has failed. All ranks
+        reach the last Backwards in the same order: a stage's comes after that of the next stage.
         """
         if self._ranks is None:
             yield
             return
         modules = [*self._stages[action.stage]]
-        for module in modules:  # FSDP2 expects whole ones of a head that no label has used, too
+        for module in modules:  # FSDP2 expects gathered weights, also of a head that no pass used
             end_gather(module)
         stage = action.stage
         if not self.is_last(action):
@@ -268,10 +275,10 @@ class Comms:
         self._is_adding_up = False
 
     def reduce(self, stage: int) -> None:
-        """The stage's gradients are added up over its ranks: `backward` has done it."""
+        """Do nothing: `backward` has reduced the stage's gradients."""
 
     def settle(self) -> None:
-        """The list has been obeyed. Raises ElsewhereError where another process could not."""
+        """Finish after the last action. Raises ElsewhereError if another process has failed."""
         if self._ranks is None:
             return
         if self._messages is not None:
@@ -282,9 +289,10 @@ class Comms:
             raise failure
 
     def give_up(self, error: BaseException, rest: Sequence[Action]) -> None:
-        """An error has ended this process's step at the first action of `rest`: do of them what
-        others wait for. Where that cannot be, leave the step unsettled, and raise ConfigError for a
-        lack of memory. Raises ElsewhereError where the error is only that others have failed."""
+        """After an error at the first action of `rest`, take part in the communication of `rest`
+        without computing, since other processes wait for it. If that is impossible, leave the step
+        unsettled, and raise ConfigError if memory ran out. Raises ElsewhereError if this process
+        stopped only because others had failed."""
         self._outcome = outcome_of(error)
         alone = self._ranks is None
         if alone or not isinstance(error, Exception) or is_lost(error):
@@ -300,15 +308,14 @@ class Comms:
                     "from it",
                 ) from error
             return
-        traceback.clear_frames(error.__traceback__)  # they hold tensors
+        traceback.clear_frames(error.__traceback__)  # their locals hold tensors
         self._gather_kept()
         for action in rest:
             self._skip(action)
         self.settle()
 
     def add_up(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over all processes; it may be changed. A number that the host has
-        counted stays there on one process."""
+        """Return the sum of a tensor over all processes; `values` may be changed in place."""
         if self._ranks is not None:
             if values.device.type == "cpu":
                 values = values.to(self._ranks.facts_device(self._ranks.group))
@@ -316,8 +323,8 @@ class Comms:
         return values
 
     def _is_waited_for(self, rest: Sequence[Action]) -> str | None:
-        """In the midst of which collectives this process stopped, whose others wait; None where
-        it can make up for them."""
+        """Return in words the collectives in which this process stopped and others wait; None if
+        it can still take part in those that follow."""
         if self._stage_knows or self._ranks is None or self._ranks.num_processes == 1:
             return None
         if self._is_adding_up:
@@ -327,7 +334,7 @@ class Comms:
         return None
 
     def _skip(self, action: Action) -> None:
-        """Do of an action what others wait for."""
+        """Take part in an action's messages and collectives without computing."""
         match action:
             case Send() | Recv():
                 self._neighbour(action).skip(action)
@@ -355,7 +362,7 @@ class Comms:
 
 
 def require_layout(plan: ChunkPlan, ranks: Ranks | None) -> None:
-    """Raise PlanError for a plan that is not of these ranks, or of one rank."""
+    """Raise PlanError unless the plan was made for `ranks` (None: one process)."""
     if ranks is None:
         if len(plan.actions) * plan.sp_size > 1:
             raise PlanError(
@@ -383,5 +390,5 @@ def require_layout(plan: ChunkPlan, ranks: Ranks | None) -> None:
 
 
 def _divided(modules: Iterable[object]) -> tuple[FSDPModule, ...]:
-    """Those of some modules that FSDP2 has divided."""
+    """Return the modules that FSDP2 has wrapped."""
     return tuple(module for module in modules if isinstance(module, FSDPModule))

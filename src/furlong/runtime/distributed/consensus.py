@@ -1,17 +1,16 @@
 """Agreement among processes: errors, equal facts, one plan.
 
-FSDP2 takes a part of each process's weights, a pipeline takes the first stage from one process and
-the last from another, and a pool takes a part of each sequence from each. Where these differ,
-nothing fails: what is trained is a mixture. So checksums are compared, of the weights when they are
-divided, of the tokens before each step.
+FSDP2 keeps a shard of each process's weights, pipeline stages come from different processes, and a
+sequence-parallel group reads a part of each sequence on each process. If models or sequences
+differ between processes, nothing fails, and a mixture is trained. So checksums are compared: of
+weights when they are sharded, of tokens before each step.
 
-A process that has failed in the middle of a step lets go of all it holds and walks through the rest
-of its list without computing: it sends zeros, takes what comes, gathers weights, and joins every
-agreement in its turn. So it communicates as it would have done without the error, in the same
-order. Before gradients are added up the processes of a stage agree that none of them has failed,
-and at the end of the list all processes do; where one has, all raise, and the same step can be
-taken again. Where others wait for rows of a chunk, shards of gradients or weights that it alone can
-send, it cannot be made up for: the run ends.
+A process that fails in the middle of a step frees its tensors and goes through the rest of its
+actions without computing: it sends zeros, receives, gathers weights and joins every agreement, in
+the same order as without the error. The processes of a stage agree that none has failed before
+they reduce gradients, and all processes agree at the end; if one has failed, all raise, and the
+same step can be taken again. If others wait for rows of a chunk, shards of gradients or weights
+that only the failed process can send, the run ends.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ from furlong.runtime.distributed.mesh import Ranks
 _T = TypeVar("_T")
 _FAILED, _NO_MEMORY = 1, 2
 Outcome = tuple[int, str]
-"""How a process has fared, and the reason in one line."""
+"""(status code of a process, the reason in one line)."""
 FINE: Outcome = (0, "")
 
 
 def gathered(
     ranks: Ranks, own: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[list[int]]:
-    """The numbers of each process of a group, by default of all. A collective."""
+    """All-gather a list of integers in a group, by default of all processes."""
     group = group or ranks.group
     x = torch.tensor(own, device=ranks.facts_device(group))
     found = [torch.empty_like(x) for _ in range(group.size())]
@@ -64,23 +63,28 @@ def gathered(
 
 
 def together(ranks: Ranks | None, act: Callable[[], _T], place: str = "a step") -> _T:
-    """The outcome of `act`, which all processes call. Where it raises on one, it raises on all:
-    others would wait for that one for ever. Those that have not failed raise ElsewhereError.
+    """Call `act` on every process and return its result; if it raises on one, raise on all.
 
-    `place`: where in the caller's code it is. Raises ConfigError, on all, if they are at different
-    ones, and LinkError if a process does not come."""
+    Args:
+        place: What the caller does, in words, for messages and to compare between processes.
+
+    Raises:
+        ElsewhereError: On processes whose `act` returned, if it raised on another one.
+        ConfigError: On all, if processes are in different places.
+        LinkError: If a process does not arrive.
+    """
     return _together(ranks, act, place, lambda made: 0)[0]
 
 
 def each_of(ranks: Ranks | None, act: Callable[[], int], place: str = "a step") -> list[int]:
-    """Return what `act` returns on each process; raises as `together` does."""
+    """Call `act` on every process, return the results of all; raises as `together` does."""
     return _together(ranks, act, place, int)[1]
 
 
 def _together(
     ranks: Ranks | None, act: Callable[[], _T], place: str, number_of: Callable[[_T], int]
 ) -> tuple[_T, list[int]]:
-    """Return the outcome of `act`, and the number of each process's outcome."""
+    """Return the result of `act`, and `number_of(result)` of each process."""
     if ranks is None:
         return (made := act()), [number_of(made)]
     try:
@@ -101,15 +105,15 @@ def failure_of(
     *,
     place: str = "a step",
 ) -> ElsewhereError | None:
-    """The error for those processes of a group, by default of all, that have not failed; None where
-    none has. A collective. `place`: see `together`."""
+    """Return the error to raise if any process of a group, by default of all, failed, else None.
+    A collective. `place`: see `together`."""
     return _fared(ranks, own, group, place)[0]
 
 
 def _fared(
     ranks: Ranks, own: Outcome, group: dist.ProcessGroup | None, place: str, brought: int = 0
 ) -> tuple[ElsewhereError | None, list[int]]:
-    """Return the error of `failure_of`, and the number that each process has brought."""
+    """Return the error of `failure_of`, and the number `brought` by each process."""
     group = group or ranks.group
     try:
         rows = gathered(ranks, (own[0], zlib.crc32(place.encode()), brought), group)
@@ -152,15 +156,15 @@ def _fared(
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """An error as others hear of it: not at all where it is about another process."""
+    """Return the outcome to report for an error: FINE if it reports another process's failure."""
     if isinstance(error, ElsewhereError):
         return FINE
     return _NO_MEMORY if is_out_of_memory(error) else _FAILED, reason_of(error)
 
 
 def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list[_T]:
-    """The list of what each process has `brought`. Raises ConfigError, on all, unless those that
-    have a key of `facts` have the same value there. A collective over all."""
+    """All-gather `brought`. Raises ConfigError, on all processes, unless every two processes agree
+    on the values of the keys of `facts` that both have. A collective."""
     found = [(facts, brought)] * ranks.num_processes
     dist.all_gather_object(found, (facts, brought), group=ranks.group)
     firsts: dict[str, tuple[int, object]] = {}
@@ -182,7 +186,7 @@ def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list
 
 
 def checksum_of(sequence: ShiftedSequence, checksum: int = 0) -> int:
-    """A checksum of a sequence with its labels and extras, that goes on from another one."""
+    """Return a CRC-32 of a sequence, its labels and extras, continued from `checksum`."""
     names = sorted(sequence.extras)
     for x in (sequence.input_ids, sequence.labels, *(sequence.extras[name] for name in names)):
         own: Any = x.detach().cpu().contiguous()  # numpy knows no bfloat16
@@ -191,19 +195,19 @@ def checksum_of(sequence: ShiftedSequence, checksum: int = 0) -> int:
 
 
 _NO_MATTER = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
-"""Keys of a config that may differ; the weights' own dtypes are compared."""
+"""Config keys that may differ between processes; dtypes are compared by parameter."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK, _CPU_BLOCK = 2**22, 2**16
-"""Elements of a weight whose products are in memory, and in the cache of a CPU, at a time."""
+"""Elements hashed at a time, which bounds memory (GPU) and fits the cache (CPU)."""
 
 
 def require_equal(
     model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None, settings: Mapping[str, str],
     modules: Mapping[str, str], *, are_known: bool,
 ) -> None:  # fmt: skip
-    """Raise ConfigError, on all processes, unless they have the same config and `settings` and
-    compute in the same dtype, and those of a stage have the same weights and facts of `modules`.
-    Collective over them. `are_known`: of weights that were compared before, the forms alone are."""
+    """Raise ConfigError, on all processes, unless config, `settings` and compute dtype are equal on
+    all, and weights and `modules` (facts by name) within each stage. A collective. `are_known`: the
+    weights' values were compared before, so only shapes, dtypes and placements are."""
     dtypes = (p.dtype for p in model.base.parameters() if p.is_floating_point())
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NO_MATTER}
     facts = {key: json.dumps(value, default=str, sort_keys=True) for key, value in config.items()}
@@ -230,7 +234,7 @@ def require_equal(
 
 
 def _form(weight: Tensor) -> str:
-    """The shape and dtype of a weight, how it is divided, and whether it is trained."""
+    """Return a weight's shape, dtype and placements, and whether it is trained, in words."""
     dtype = str(weight.dtype).removeprefix("torch.")
     divided = f" in parts {weight.placements}" if isinstance(weight, DTensor) else ""
     trained = "trained" if weight.requires_grad else "frozen"
@@ -238,8 +242,8 @@ def _form(weight: Tensor) -> str:
 
 
 def whole_checksums(weights: Sequence[Tensor]) -> list[int]:
-    """Return a checksum of each weight, the same one in whatever way it is divided: of its values
-    and of their places. A collective over the processes that share divided ones."""
+    """Return a checksum of each weight's values and their order, independent of its sharding. A
+    collective over the processes that share DTensors."""
     sums = [_hash_of(weight) for weight in weights]
     divided: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for number, weight in enumerate(weights):
@@ -257,17 +261,17 @@ def whole_checksums(weights: Sequence[Tensor]) -> list[int]:
 
 
 def weights_checksum(parameters: Iterable[Tensor]) -> int:
-    """A checksum of parameters, and of what this process has of divided ones: optimizers change
-    DTensors, and `.data` any tensor, without a new version."""
+    """Return a checksum of the parameters, of local shards for DTensors. It detects changes that
+    tensor versions miss: an optimizer's of a DTensor, and any through `.data`."""
     sums = torch.stack([_hash_of(parameter) for parameter in parameters])
     return zlib.crc32(repr(sums.tolist()).encode())
 
 
 def _hash_of(weight: Tensor) -> Tensor:
-    """A checksum (), int64, of the values of a weight and of their places, whatever its strides.
+    """Return a checksum (), int64, of a weight's values and their indices, for any strides.
 
-    It is the sum, modulo 2**64, of the bits of each element times a factor for its index on each
-    axis of the whole weight. So the sums of shards add up to that of the whole, wherever it is cut.
+    The sum, modulo 2**64, of each element's bits times a factor for its index on each axis of the
+    whole weight. So the checksums of shards add up to that of the whole.
     """
     own: Any = weight.detach()
     starts = (0,) * own.ndim
@@ -290,24 +294,24 @@ def _hash_of(weight: Tensor) -> Tensor:
     num_rows = max(1, block // max(1, bits.shape[-1]))
     rows = bits.flatten(0, -2)  # (rows, last)
     for x, factor in zip(rows.split(num_rows), first.split(num_rows), strict=True):
-        if own.dtype.itemsize == 8:  # else a factor would push a sign out of the 64 bits
+        if own.dtype.itemsize == 8:  # else a sign bit adds the same at every index
             x = x ^ (x >> 32 & 0xFFFFFFFF)
         total += ((x * others[-1]).sum(-1) * factor).sum()
     return total
 
 
 def _factors(length: int, start: int, axis: int, device: torch.device) -> Tensor:
-    """An odd int64 for each index (length,) from `start` on an axis, without a pattern."""
+    """Return pseudorandom odd factors (length,) int64 for the indices from `start` on an axis."""
     x = torch.arange(start + 1, start + length + 1, device=device) * -0x61C8864680B583EB + axis
     x = (x ^ x >> 30) * -0x40A7B892E31B1A47  # constants and shifts of splitmix64
     return (x ^ x >> 27) * -0x6B2FB644ECCEEE15 | 1
 
 
 def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
-    """Raise ConfigError, on all processes, unless those of each replica have made the same loss of
-    the values that they share, as the values' gradients (T, ...) tell. Collective over them."""
+    """Raise ConfigError, on all processes, unless the processes of each replica computed the same
+    loss, judged by its gradients (T, ...) with respect to the values. A collective."""
     flat = torch.cat([own.detach().double().flatten() for own in cotangents])
-    turned = flat * torch.arange(len(flat), device=flat.device).cos()  # else order would not tell
+    turned = flat * torch.arange(len(flat), device=flat.device).cos()  # sensitive to order
     own = torch.stack([flat.norm(), turned.sum()]).cpu()
     bits = gathered(ranks, own.view(torch.int64).tolist())
     rows = torch.tensor(bits, device="cpu").view(torch.float64)
@@ -328,25 +332,29 @@ def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
 
 
 class Planned(NamedTuple):
-    """A plan, and the facts about its sequences that others need."""
+    """A plan, and facts about its sequences that other processes need."""
 
     plan: ChunkPlan
     labelled: set[int]
-    """Chunks that have a label."""
+    """Chunks with at least one label."""
     num_labels: int
     seed: int | None = None
-    """That of the draw, where one is asked for."""
+    """Seed of the chunk sampling, if any."""
 
 
 def joined(
     ranks: Ranks, own: Planned, checksum: int, facts: Mapping[str, object]
 ) -> tuple[Planned, range]:
-    """The plan of all replicas, the same on all processes, and the numbers of this one's sequences
-    in it. Collective over them.
+    """Join the plans of all replicas; return the joint plan, equal on all processes, and the
+    seq_ids of this replica's sequences. A collective.
 
-    `own`: that of this replica, whose processes all have it: the first one sends it. Raises
-    ConfigError where another one has other sequences, by the `checksum` of the plan and of them,
-    and where any has other `facts`, which decide how all replicas' plans are joined.
+    Args:
+        own: The plan of this replica, equal on its processes; the first of them sends it.
+        checksum: Of this replica's plan and sequences, compared within the replica.
+        facts: Options that decide how plans are joined, compared on all processes.
+
+    Raises:
+        ConfigError: On all, if checksums or facts differ.
     """
     is_first = not ranks.stage and not ranks.process
     compared = {**facts, f"sequences and options of replica {ranks.replica}": checksum}

@@ -1,12 +1,12 @@
-"""Tell the other processes of one that ends, or leaves a call, in which they wait for it.
+"""Report to other processes that this one fails while they wait for it.
 
-Gloo's collectives wait until their peers are gone, or until the timeout. So a process that fails
-where nobody can make up for it, and may catch its error and live on, leaves the reason in the store
-of the process group and closes its connections. The others then fail as well, look into the store,
-and do the same. One that was killed has left no word: it is whoever is silent.
+A gloo collective waits until a peer's connection closes, or until the timeout. A process that fails
+inside a collective may catch its error and keep running. So it writes the reason to the process
+group's store and closes its connections. The others then fail, too, read the store, and do the
+same. A process that was killed has written nothing: it is the one without an entry.
 
-NCCL tells nobody of a connection that is closed; its processes notice in their next agreement,
-which goes over gloo, or after the timeout.
+NCCL does not report a closed connection. Its processes notice at their next agreement, which uses
+gloo, or after the timeout.
 """
 
 from __future__ import annotations
@@ -29,45 +29,49 @@ _CONNECTION = re.compile(
     re.I,
 )
 _WAIT_S = 5.0
-"""Seconds for which a process waits for the word of others."""
+"""Seconds to wait for the reasons of other processes."""
 _POLL_S = 0.02
 _TAG = 2**20
-"""Tag of a message that nobody sends."""
+"""Tag that no message carries."""
 _LOST = "has lost another process"
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error is that the connection to another process is gone."""
+    """Whether an error means that the connection to another process was lost."""
     if isinstance(error, LinkError | ConnectionError):
         return True
     return isinstance(error, RuntimeError) and bool(_CONNECTION.search(str(error)))
 
 
 def tell(word: str) -> None:
-    """Leave a word about this process in the store, unless it has left one before."""
+    """Write the reason of this process to the store, unless one is there."""
     with suppress(RuntimeError, ValueError):  # the store ends with the process that holds it
         store = dist.distributed_c10d._get_default_store()
         if not store.check([key := _key(dist.get_rank())]):
             store.set(key, word)
-            store.check([key])  # it is there before a connection closes
+            store.check([key])  # waits for the write, before connections close
 
 
 def leave(word: str, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Tell the others why this process takes no further part, and close its connections."""
+    """Report why this process takes no further part, and close its connections."""
     tell(word)
     for group in groups:
         if group.size() == 1:
             continue
         with suppress(RuntimeError, ValueError):
             x, peer = torch.empty(1, device="cpu"), (group.rank() + 1) % group.size()
-            # gloo closes all of a group's when a receive is not answered in time
+            # gloo closes all connections of a group when a receive times out
             group.recv([x], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
 def lost(groups: Sequence[dist.ProcessGroup], error: BaseException, place: str) -> LinkError:
-    """Return the error of a process that waits for others in vain, as `error` tells, and tell them
-    that it leaves. `groups`: of this process, that of all processes first. `place`: see
-    `consensus.together`."""
+    """Report that this process leaves, and return its error with the others' reasons.
+
+    Args:
+        groups: Groups of this process, that of all processes first.
+        error: The backend's error.
+        place: See `consensus.together`.
+    """
     leave(_LOST, groups)
     told, silent = who_left(dist.get_process_group_ranks(groups[0]))
     told = told or f"process {silent} has ended, or does not answer ({reason_of(error)})"
@@ -83,8 +87,8 @@ def lost(groups: Sequence[dist.ProcessGroup], error: BaseException, place: str) 
 
 
 def who_left(numbers: Sequence[int]) -> tuple[str, str]:
-    """Return what other processes have told of their ends, and which of them are silent. It waits
-    until one has told of an error, or all but one that they have lost another."""
+    """Return the reasons that other processes have reported, and the numbers of those without one.
+    Waits until one has reported an error, or at most one is silent."""
     words = {number: "" for number in numbers if number != dist.get_rank()}
     stop_s = time.monotonic() + _WAIT_S
     try:

@@ -1,4 +1,4 @@
-"""One process among all of a run: its pipeline stage, its replica, its place in a pool."""
+"""The coordinates of a process: pipeline stage, replica, place in a sequence-parallel group."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from furlong.runtime.distributed.failures import is_lost, lost
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The coordinates of this process, and the groups that it communicates in.
+    """The coordinates of this process, and its process groups.
 
-    Processes are numbered with the pool innermost and the stages outermost, so that the processes
-    of a pool are neighbours.
+    Stages are the outermost axis of the numbering and the pool (sequence-parallel group) the
+    innermost, so that processes of a pool are neighbours.
     """
 
     mesh: DeviceMesh
-    """All processes: axes pp, dp, then sp0, sp1, ... whose sizes multiply to that of a pool."""
+    """All processes, with axes pp, dp, sp0, sp1, ...; the sp sizes multiply to `sp`."""
     group: ProcessGroup
     """All processes of the run."""
     pp: int
@@ -37,23 +37,22 @@ class Ranks:
     stage: int
     replica: int
     process: int
-    """Its number in the pool."""
+    """Number of this process in its pool, from 0."""
     place_groups: Mapping[int, ProcessGroup]
-    """By number of processes, the one place of that size that this process is in; from 2 on."""
+    """Size -> the aligned subgroup of the pool of that size with this process, for sizes >= 2."""
     stage_group: ProcessGroup
-    """The replicas and pools of this stage: they add up its gradients."""
+    """All processes of this stage, which reduce its gradients together."""
     shard_mesh: DeviceMesh
-    """The same processes, on one axis or on two, replicate and part: along the last one each has a
-    part of the stage's weights."""
+    """The processes of this stage, on one axis (FSDP) or on (replicate, part) (HSDP). Weights are
+    sharded along the last axis."""
     replicate: int = 1
-    """Groups of replicas of which each holds all weights of a stage."""
+    """Number of copies of the weights (torchtitan's dp_replicate)."""
     is_forced: bool = False
-    """Whether a process that is alone goes through its groups and FSDP2, as several do."""
+    """Whether a single process uses process groups and FSDP2, for offloaded weights."""
 
     @property
     def plan_rank(self) -> int:
-        """Number of the list of actions that this process obeys: replica by replica, and in each
-        stage by stage (see `planners.orders.replicas`)."""
+        """Index of this process's list in `ChunkPlan.actions`: replicas outer, stages inner."""
         return self.replica * self.pp + self.stage
 
     @property
@@ -62,26 +61,26 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device that this process computes on."""
         kind = self.mesh.device_type
         is_gpu = kind == "cuda"
         return torch.device(kind, torch.cuda.current_device()) if is_gpu else torch.device(kind)
 
     @property
     def divides(self) -> bool:
-        """Whether FSDP2 divides the weights of this stage."""
+        """Whether FSDP2 shards the weights of this stage."""
         return self.is_forced or self.stage_group.size() > 1
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """All groups of this process, that of all processes first."""
+        """All process groups of this process, that of all processes first."""
         meshes = self.mesh.get_all_groups(), self.shard_mesh.get_all_groups()
         own = (self.group, self.stage_group, *self.place_groups.values(), *meshes[0], *meshes[1])
         return list(dict.fromkeys(own))
 
     def facts_device(self, group: ProcessGroup) -> str:
-        """Where the numbers lie that processes tell each other: on the host where the group has a
-        side for it. Through a GPU they would wait for all that it has to do."""
+        """Return the device type for small exchanged facts: the CPU if the group has a CPU backend,
+        as a GPU would first finish its queued work."""
         return "cpu" if "cpu:" in dist.get_backend_config(group) else self.mesh.device_type
 
     def replica_of(self, process: int) -> int:
@@ -90,20 +89,19 @@ class Ranks:
 
 
 def make_ranks(dp: int, sp: int, pp: int, device_type: str, replicate: int = 1) -> Ranks:
-    """The ranks of a run; every process calls it with the same sizes, inside a process group.
+    """Return the ranks of a run. Every process calls it with equal sizes after init_process_group.
 
     Args:
-        dp: Replicas, each with sequences of its own.
-        sp: Processes of a pool, which share sequences.
-        pp: Stages of a pipeline.
+        dp: Number of replicas; each trains different sequences.
+        sp: Processes of a sequence-parallel group, which divide each sequence.
+        pp: Pipeline stages.
         device_type: "cuda" or "cpu".
-        replicate: Groups of replicas that each hold all weights of a stage (HSDP, torchtitan's
-            dp_replicate): weights are gathered within a group, gradients also added up between
-            them. It divides `dp`.
+        replicate: Copies of the weights (HSDP, torchtitan's dp_replicate). Weights are gathered
+            among the processes of a copy, gradients are also all-reduced between copies. It
+            divides `dp`.
 
     Raises:
-        ConfigError: On all, for other sizes on some processes than on others, and for sizes that do
-            not multiply to the number of processes.
+        ConfigError: On all, if sizes differ between processes, or do not multiply to their number.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -134,12 +132,12 @@ def make_ranks(dp: int, sp: int, pp: int, device_type: str, replicate: int = 1) 
         for first in reversed(range(len(pool)))
     }
     for size in place_sizes(sp)[1:]:
-        if size not in places:  # 3 and 6 of a pool of 12
+        if size not in places:  # such as 3 and 6 in a pool of 12: not nested in the axes
             own_sizes, names_of = (pp * dp * sp // size, size), ("apart", "place")
             apart = init_device_mesh(device_type, own_sizes, mesh_dim_names=names_of)
             places[size] = apart["place"]
     weights = of_stage = _flat(mesh, ("dp", *names), "shard")
-    if replicate > 1:  # neighbours hold parts of the same weights
+    if replicate > 1:  # each copy is sharded among neighbouring processes
         of_groups = init_device_mesh(
             device_type, (pp, replicate, dp * sp // replicate),
             mesh_dim_names=("stage", "replicate", "part"),
@@ -169,8 +167,8 @@ def require_sizes(dp: int, sp: int, pp: int, num_processes: int) -> None:
 
 
 def require_stages(pp: int, num_layers: int) -> None:
-    """Raise ConfigError for fewer layers than stages. Heads are no bound: a pool larger than they
-    can be divided gathers K,V."""
+    """Raise ConfigError for fewer layers than stages. Attention heads do not bound `sp`: beyond
+    them, K,V are gathered."""
     if pp > num_layers:
         raise ConfigError(
             given=f"pp {pp} for a model of {num_layers} layers",
@@ -181,15 +179,15 @@ def require_stages(pp: int, num_layers: int) -> None:
 
 
 def ranks_of_group(group: ProcessGroup, device_type: str) -> Ranks:
-    """Data-parallel ranks in a process group that the caller has made."""
+    """Return data-parallel ranks for an existing process group."""
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
     size = group.size()
     return Ranks(mesh, group, 1, size, 1, 0, group.rank(), 0, {}, group, mesh)
 
 
 def gpu_of(number: int, num_local: int) -> torch.device:
-    """The GPU of the process with a number among `num_local` on this machine. Raises ConfigError
-    where there are fewer GPUs."""
+    """Return the GPU of local rank `number` of `num_local`. Raises ConfigError if there are fewer
+    GPUs."""
     num_gpus = torch.cuda.device_count()
     if number >= num_gpus:
         raise ConfigError(
@@ -207,8 +205,8 @@ def ranks_given(
     device_type: str,
     offloads: bool = False,
 ) -> Ranks | None:
-    """The ranks of an engine, None for a process that is alone and does not offload its weights.
-    Raises ConfigError for both, and for none where it does."""
+    """Return the ranks of an engine; None for a single process that does not offload weights.
+    Raises ConfigError if both are given, or neither and `offloads`."""
     if ranks is not None and process_group is not None:
         raise ConfigError(
             given="ranks and a process_group",
@@ -232,26 +230,26 @@ def ranks_given(
 
 
 def time_limit(group: ProcessGroup) -> timedelta | None:
-    """The time after which what a group does ends as an error, where its backends tell it."""
+    """Return the timeout of a group's operations, None if its backends have none."""
     backends = (group._get_backend(device) for device in group._device_types)
     found = (getattr(getattr(own, "options", None), "_timeout", None) for own in backends)
     return min((limit for limit in found if limit is not None), default=None)
 
 
 def allow_time(limit: timedelta) -> None:
-    """Let whatever this process begins in its groups from now on take so long, where a group's own
-    limit is shorter. Those of a mesh have the default of their backend, whatever the world has."""
+    """Raise the timeout of all groups of this process to at least `limit`, from now on. Groups of a
+    mesh start with their backend's default, not with the world's timeout."""
     for group in [*dist.distributed_c10d._world.pg_map]:
         if (own := time_limit(group)) is not None and own < limit:
             dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _pool_axes(sp: int) -> tuple[int, ...]:
-    """Axes of a pool: places of powers of two are its last ones, so each doubling has its own."""
+    """Return the mesh axes of a pool, one for each doubling, so subgroups of 2**n are its last."""
     sizes = [n for n in place_sizes(sp) if n & (n - 1) == 0 or n == sp]  # 24: 1, 2, 4, 8, 24
     return tuple(b // a for a, b in pairwise(sizes))[::-1]
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:
-    """The processes along some axes, on one."""
+    """Return a mesh of the processes along some axes, flattened to one."""
     return mesh[names]._flatten(name) if len(names) > 1 else mesh[names[0]]

@@ -1,17 +1,19 @@
 """Links between the stages of a pipeline: one process group per pair of neighbours and direction.
 
-A message carries no tag (NCCL has none): each direction is first in, first out, and both ends know
-its messages from the plan. A send begins right after its compute. A receive is posted when it is
-needed, that of an activation at the last pass before, if its message does not depend on that pass:
-on a GPU it is a kernel that spins, and starts NCCL's clock. A pass may have to wait for the device,
-as where CUDA loads a kernel at its first call, and then waits for all that was posted before it.
-With one queue for both directions, or one per process, sends that face each other wait for ever.
+Messages carry no tag (NCCL has none): each direction is first in, first out, and both ends know the
+order from the plan. With one queue for both directions, or one per process, two sends that face
+each other would deadlock.
 
-A send buffer is held, untouched, until its message has gone: gloo copies nothing, so the receiver
-would get what is written into it later, and a send that is forgotten never arrives. A send of gloo
-is only known to be over once it was waited for: a thread waits for them, one after the other. Its
-end waits for none: a process that fails must not stay until its neighbours have taken what it has
-sent, for they wait for what it will never send.
+A send starts right after its compute. A receive is posted when it is needed; that of an activation
+before the preceding pass, unless its message depends on that pass. It is not posted earlier: on a
+GPU a posted receive is a spinning kernel, and NCCL's timeout starts with it. A pass that waits for
+the device, as when CUDA loads a kernel at its first call, also waits for all receives posted
+before.
+
+A send buffer is kept unchanged until its message has been sent: gloo does not copy, so the receiver
+would get later writes, and a dropped send never arrives. Gloo reports a send as finished only to
+`wait`, so a thread waits for sends one after the other. Closing does not wait for that thread: a
+process that fails must not wait for its neighbours, which wait for messages it will never send.
 """
 
 from __future__ import annotations
@@ -40,23 +42,22 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """This process's end of the link of one direction."""
+    """This process's end of a link, in one direction."""
 
     begin: Callable[[Tensor], Work]
-    """Begins to send a tensor, or to receive into it: in the order in which the other end does."""
+    """Starts an isend or irecv of a tensor, in the order of the other end."""
     name: str
     limit: Callable[[], timedelta | None] = lambda: None
-    """The time that a message may take by now, of a backend whose `wait` does not know it: gloo's
-    takes what its group began with. That of NCCL given any would keep the host."""
+    """The group's current timeout, for gloo: its `wait` would use the one from the group's start.
+    None for NCCL, whose `wait` with a timeout would block the host."""
 
     def wait(self, work: Work) -> None:
-        """Wait until a message has passed, or on a GPU let the current stream wait."""
+        """Wait for a message; on a GPU only the current stream waits."""
         limit = self.limit()
         _ = work.wait() if limit is None else work.wait(limit)
 
     def guarded(self, text: str, act: Callable[[], _T]) -> _T:
-        """Call `act`. Raises ConnectionError, which names link and action, for what a backend
-        raises."""
+        """Call `act`; raise a backend's error as ConnectionError that names link and action."""
         try:
             return act()
         except RuntimeError as error:
@@ -69,33 +70,33 @@ class End:
 
 
 _ONE_WAY_SENDS = 2
-"""Most sends under way on a link whose other direction is idle. Nothing else keeps a stage that
-waits for no gradient from running through the whole batch, and from holding all its outputs."""
+"""Most unfinished sends on a link without messages in the other direction. A stage that waits for
+no gradient would otherwise run ahead through the whole batch, and hold all its outputs."""
 _POLL_S = 1e-4
 _MAX_CTAS = 2
-"""Multiprocessors of a GPU that a waiting message may occupy, on each of its links."""
+"""Most multiprocessors of a GPU that a waiting message occupies on each link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """The form of every message of a step: hidden states, or their gradient, (num_rows, width) of
-    one chunk, in one dtype and on one device."""
+    """Shape, dtype and device of a step's messages: hidden states or their gradient (num_rows,
+    width) of one chunk."""
 
     width: int
     dtype: torch.dtype
     device: torch.device
     num_rows: Callable[[Chunk], int] = lambda chunk: max(1, chunk.num_tokens)
-    """Rows of a chunk that this process holds; by default all, of a dummy chunk one."""
+    """Rows of a chunk on this process; by default its tokens, at least 1 (a dummy chunk)."""
 
 
 class Neighbour:
-    """The links to one neighbour: what is sent and what is received, each first in, first out.
+    """The links to and from one neighbour, each first in, first out.
 
-    Both ends take the messages from their own lists: a checked plan has them in the same order.
+    Each end reads the messages from its own actions; a checked plan has them in the same order.
     """
 
     def __init__(self, out: End, into: End, waiter: ThreadLane | None = None) -> None:
-        """`waiter`: of a backend whose `is_completed` does not tell (gloo)."""
+        """`waiter`: thread that waits for sends, for gloo, whose `is_completed` is no help."""
         self._out, self._into, self._waiter = out, into, waiter
         self._to_send: deque[Action] = deque()
         self._to_recv: deque[Action] = deque()
@@ -104,11 +105,11 @@ class Neighbour:
 
     @property
     def num_held(self) -> int:
-        """Send buffers held now."""
+        """Number of send buffers held now."""
         return sum(not _has_gone(work) for _, work, _ in self._under_way)
 
     def begin(self, messages: Iterable[Action], chunks: Sequence[Chunk], parcel: Parcel) -> None:
-        """Expect a step's messages; `post` then posts the receive of the first."""
+        """Set the messages of a step, in order, the chunks of its plan and their form."""
         left = [*self._to_send, *self._to_recv]
         assert not left, f"'{format_action(left[0])}' of the step before is left"
         for action in messages:
@@ -117,7 +118,7 @@ class Neighbour:
         self._is_one_way = not self._to_recv
 
     def send(self, action: Send, x: Tensor) -> None:
-        """Begin to send; x (num_rows, D) must not change before its message has gone."""
+        """Start to send x (num_rows, D), which must not change until it has been sent."""
         text, x = format_action(action), x.contiguous()
         assert self._to_send and self._to_send[0] == action, f"'{text}' is not the next message"
         assert (x.shape, x.dtype) == self._form(action), f"'{text}' is of another form"
@@ -131,10 +132,10 @@ class Neighbour:
             self._under_way.append((text, event, None))
 
     def recv(self, action: Recv) -> Tensor:
-        """The next message (num_rows, D)."""
+        """Receive the next message (num_rows, D)."""
         text = format_action(action)
         assert self._to_recv and self._to_recv[0] == action, f"'{text}' is not the next message"
-        self.post()  # unless a pass before it has
+        self.post()  # if `Links.before` has not
         assert self._posted is not None
         work, x = self._posted
         self._into.guarded(text, lambda: self._into.wait(work))
@@ -143,15 +144,14 @@ class Neighbour:
         return x
 
     def post(self) -> None:
-        """Post the receive of the next message, unless that is done or there is none."""
+        """Post the receive of the next message, if there is one and it is not posted."""
         if self._to_recv and self._posted is None:
             action = self._to_recv[0]
             x, text = self._empty(action), f"post {format_action(action)}"
             self._posted = self._into.guarded(text, lambda: self._into.begin(x)), x
 
     def skip(self, action: Send | Recv) -> None:
-        """Let a message pass without what it carries, if it has not passed: send zeros, or take
-        what nobody reads."""
+        """After an error, complete a message if it is still due: send zeros, or receive."""
         todo = self._to_send if isinstance(action, Send) else self._to_recv
         if next(iter(todo), None) != action:
             return
@@ -161,7 +161,7 @@ class Neighbour:
             self.recv(action)
 
     def drain(self, most: int | None = 0) -> None:
-        """Wait until at most so many sends are under way (None: forget those that have gone)."""
+        """Wait until at most `most` sends are unfinished; None: only drop finished ones."""
         while self._under_way:
             text, work, _ = self._under_way[0]
             if not _has_gone(work) and (most is None or self.num_held <= most):
@@ -170,7 +170,7 @@ class Neighbour:
             self._under_way.popleft()
 
     def close(self) -> None:
-        """End the thread that waits for sends."""
+        """Stop the thread that waits for sends."""
         if self._waiter is not None:
             self._waiter.close()
 
@@ -185,21 +185,21 @@ class Neighbour:
 
 
 class Links:
-    """One process's links: by the step from its rank to a neighbour's, -1 or 1."""
+    """The links of one process, keyed by the neighbour's rank minus its rank: -1 or 1."""
 
     def __init__(
         self, neighbours: Mapping[int, Neighbour], groups: Iterable[dist.ProcessGroup] = ()
     ) -> None:
-        """`groups`: those that `close` ends."""
+        """`groups`: process groups that `close` destroys."""
         self.neighbours, self.groups = neighbours, [*groups]
         self._rank = 0
         self._posts: Mapping[int, list[int]] = {}
-        """By action, the peers whose receives are posted before it."""
+        """Action number -> peers whose receives are posted before it."""
 
     def begin(self, plan: ChunkPlan, rank: int, parcel: Parcel) -> None:
-        """Expect the messages of a step in which this process obeys the list of `rank`.
+        """Set the messages of a step in which this process runs the actions of `rank`.
 
-        Raises PlanError for messages to or from a rank that is no neighbour.
+        Raises PlanError for messages to or from a rank that is not a neighbour.
         """
         own = plan.actions[rank]
         messages: dict[int, list[Action]] = {step: [] for step in self.neighbours}
@@ -215,21 +215,21 @@ class Links:
             neighbour.begin(messages[step], plan.chunks, parcel)
 
     def before(self, index: int) -> None:
-        """Action number `index` of the step is about to begin."""
+        """Post the receives that are due before action number `index`."""
         for peer in self._posts.get(index, ()):
             self.neighbours[peer - self._rank].post()
 
     def of(self, action: Send | Recv) -> Neighbour:
-        """Who sends, or receives, the message of an action."""
+        """Return the neighbour that an action sends to or receives from."""
         return self.neighbours[action.peer - self._rank]
 
     def finish(self) -> None:
-        """Wait until every message of the step has gone."""
+        """Wait until every message of the step has been sent."""
         for neighbour in self.neighbours.values():
             neighbour.drain()
 
     def close(self) -> None:
-        """End the threads and the groups; nothing is under way."""
+        """Stop threads and destroy groups; all messages must have finished."""
         for neighbour in self.neighbours.values():
             neighbour.close()
         while self.groups:
@@ -237,13 +237,13 @@ class Links:
 
 
 def late_posts(plan: ChunkPlan, rank: int) -> dict[int, list[int]]:
-    """By action of a rank, the peers whose receives are posted before it: of activations, at the
-    last pass before the action that needs them, unless the message depends on that pass. Others
-    are posted when they are needed.
+    """Return action number -> peers whose receives are posted before it: those of activations,
+    before the last pass ahead of their Recv, unless the message depends on that pass. Other
+    receives are posted when they are needed.
 
-    Passes that wait for what is posted before them wait in no circle: activations go up the
-    pipeline, and one that waited for itself would lead back by gradients, which no pass waits for
-    early. With both kinds posted early two neighbours wait for each other's next message.
+    A pass may wait for receives posted before it, but never in a circle: activations go up the
+    pipeline, so a circle would lead back through gradients, which are not posted early. With both
+    posted early, two neighbours could each wait for the other's next message.
     """
     found: dict[int, list[int]] = {}
     needs = _last_needed(plan, rank)
@@ -258,16 +258,16 @@ def late_posts(plan: ChunkPlan, rank: int) -> dict[int, list[int]]:
 
 
 def _last_needed(plan: ChunkPlan, rank: int) -> dict[int, int]:
-    """For each Recv of a rank, the last of the rank's actions that come before the matching Send
-    in every run: a Send that leads there by way of other ranks, each of which keeps to the order
-    of its list; -1 if there is none. Collectives add nothing to this: those between the first and
-    the last pass come before a stage's last Backward, which needs all that its ranks have sent."""
+    """Return for each Recv of a rank the number of the last of the rank's actions that its message
+    depends on: a Send, followed through the lists of other ranks; -1 if there is none. Collectives
+    add no dependency: those between the first and the last pass come before a stage's last
+    Backward, which needs every message to its ranks anyway."""
     needs: dict[int, int] = {}
     sent: dict[tuple[Payload, int, int], int] = {}
-    """For each message that has been sent, the last action of `rank` that comes before it."""
+    """Message that has been sent -> last action of `rank` that it depends on."""
     known, places = defaultdict[int, int](lambda: -1), defaultdict[int, int](int)
-    """By rank, the last action of `rank` that comes before where it is, and where it is."""
-    stack = [rank]  # each waits for the one behind it
+    """Rank -> last action of `rank` that its progress depends on; rank -> next action to visit."""
+    stack = [rank]  # each waits for a message of the next
     while stack:
         own = stack[-1]
         for index in range(places[own], len(plan.actions[own])):
@@ -294,16 +294,18 @@ def _last_needed(plan: ChunkPlan, rank: int) -> dict[int, int]:
 def open_links(
     pipelines: Sequence[Sequence[int]], device: torch.device, timeout: timedelta | None = None
 ) -> Links:
-    """The links of this process, each used once.
+    """Open the links of this process. Collective over the world.
 
-    `pipelines`: the processes of each pipeline by stage, as numbers in the world; each process is
-    in one. `timeout`: by default that of the world. Collective over the world: every process makes
-    all groups, in one order, and sends one element through each of its own: NCCL connects two
-    processes at the first message, for which both wait, and takes memory, for which a device may
-    wait for what is posted on it.
+    Args:
+        pipelines: World ranks of each pipeline's processes by stage; each process is in one.
+        timeout: Of the new groups, by default the world's.
 
-    Of 256 processes with 8 stages each makes 448 groups, in 10 ms, and holds its own: at most 4.
-    No barrier is behind a group unless TORCH_DIST_INIT_BARRIER asks for it.
+    Every process creates all groups in the same order, and sends one element through each of its
+    links. NCCL connects two processes at their first message: both wait for it, and it allocates
+    memory, which may wait for receives posted on the device.
+
+    With 256 processes and 8 stages each process creates 448 groups, in 10 ms, and keeps its own, at
+    most 4. Creating one has no barrier unless TORCH_DIST_INIT_BARRIER is set.
     """
     me = dist.get_rank()
     world = dist.group.WORLD
@@ -336,7 +338,7 @@ def open_links(
 
 
 def _narrow(timeout: timedelta | None) -> dict[str, Any]:
-    """Options of one group: `new_group` writes the group's name and ranks into them."""
+    """Return NCCL options for one group only: `new_group` writes its name and ranks into them."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _MAX_CTAS
     if timeout is not None:
@@ -345,15 +347,14 @@ def _narrow(timeout: timedelta | None) -> dict[str, Any]:
 
 
 def directions(num_stages: int) -> Iterator[tuple[int, int]]:
-    """The stages at both ends of every link of a pipeline, sender first, in the order in which
-    links are made."""
+    """Yield (sending stage, receiving stage) of every link, in the order of their creation."""
     for stage in range(num_stages - 1):
         yield stage, stage + 1
         yield stage + 1, stage
 
 
 def _wait_holding(x: Tensor, work: Work, out: End) -> None:
-    """Wait for the send of a buffer, which is held meanwhile."""
+    """Wait for a send; the argument `x` keeps its buffer alive meanwhile."""
     out.wait(work)
 
 
@@ -362,7 +363,7 @@ def _has_gone(work: Event | Work) -> bool:
 
 
 def _finish(work: Event | Work) -> None:
-    """Wait for a send on the host; `wait` of NCCL would only keep a stream waiting."""
+    """Block the host until a send has finished; NCCL's `wait` would only block a stream."""
     if isinstance(work, Event):
         work.block()
         return
