@@ -249,9 +249,8 @@ def _memory_words(report: PlanReport) -> str:
 
 
 def _memory_parts(report: PlanReport) -> list[str]:
-    """Return a table with a column for each set of ranks with equal bytes: the parts at the peak,
-    their sum, the peaks of CPU memory and disk, all in one unit; one line if all ranks are equal.
-    """
+    """Return a table with a column for each set of ranks with equal bytes: parts at the peak, their
+    sum, peaks of CPU memory and disk, all in one unit. If all ranks are equal, it is one line."""
     heads = [*(PART_WORDS.get(part, part) for part in PARTS), "device", *TARGETS]
     values = [
         [
