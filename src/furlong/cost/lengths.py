@@ -1,10 +1,9 @@
-"""Sequence lengths as the papers' data sets have them: what a table states, drawn with a seed.
+"""Presets of sequence lengths: samples from the length distributions that papers state.
 
 A preset is a list of (tokens, share of sequences shorter than that). Between two stated points
-sequences are spread evenly over the logarithm of their length; where nothing is stated below the
-first or above the last point, `shortest_tokens` and `longest_tokens` bound the same spread. So a
-sample keeps every stated share, and nothing else is known of it: see `assumed` of each preset and
-docs/presets.md. K is 1,024 tokens.
+lengths are log-uniform, and so they are from `shortest_tokens` to the first point and from the last
+point to `longest_tokens`. A sample thus keeps each stated share; all else is an assumption (see
+`assumed` of each preset and docs/presets.md). K is 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ class LengthPreset:
     """A distribution of sequence lengths."""
 
     stated: tuple[tuple[int, float], ...]
-    """(tokens, share of sequences with fewer), both rising; the last share may be below 1."""
+    """(tokens, share of sequences with fewer), both ascending; the last share may be below 1."""
     longest_tokens: int
     shortest_tokens: int
     source: str
     assumed: str
-    """Assumptions, for the source does not say all."""
+    """Assumptions beyond what the source states."""
 
     def points(self) -> tuple[tuple[int, float], ...]:
-        """The whole distribution: (tokens, share of sequences with fewer), from 0 to 1."""
+        """Return the whole distribution: (tokens, share of sequences with fewer), from 0 to 1."""
         inside = [(tokens, share) for tokens, share in self.stated if tokens < self.longest_tokens]
         return ((self.shortest_tokens, 0.0), *inside, (self.longest_tokens, 1.0))
 
 
 @cache
 def length_presets() -> dict[str, LengthPreset]:
-    """The presets of length_presets.toml by name."""
+    """Return the presets of length_presets.toml by name."""
     text = Path(__file__).with_name("length_presets.toml").read_text("utf-8")
     return {name: _preset(**values) for name, values in tomllib.loads(text).items()}
 
@@ -53,7 +52,7 @@ def _preset(stated: list[tuple[int, float]], longest_k: int, **values: Any) -> L
 
 
 def length_preset(name: str) -> LengthPreset:
-    """The preset of that name. Raises ConfigError that names the nearest."""
+    """Return the preset of that name. Raises ConfigError that suggests the nearest name."""
     return look_up(name, length_presets(), kind="length preset", source="the name of the lengths")
 
 
@@ -64,10 +63,10 @@ def sample_lengths(
     *,
     max_seq_len: int | None = None,
 ) -> tuple[int, ...]:
-    """Lengths of `count` sequences; the same for the same seed. Others are drawn in the place of
-    those beyond `max_seq_len` (as ChunkFlow excludes them).
+    """Draw `count` lengths with a seed. Sequences beyond `max_seq_len` are excluded, as in
+    ChunkFlow, and replaced by others.
 
-    Raises ConfigError for an unknown name, and where `max_seq_len` would drop every sequence.
+    Raises ConfigError for an unknown name, and if `max_seq_len` excludes all sequences.
     """
     preset = length_preset(name)
     points = preset.points()
@@ -85,7 +84,7 @@ def sample_lengths(
         highest = float(np.interp(np.log(max_seq_len), logs, shares))
     drawn = np.random.default_rng(seed).random(count) * highest
     lengths = np.floor(np.exp(np.interp(drawn, shares, logs))).astype(np.int64)
-    if max_seq_len is not None:  # the last of them may be rounded up
+    if max_seq_len is not None:  # rounding may exceed it
         lengths = np.minimum(lengths, max_seq_len)
     return tuple(int(length) for length in np.maximum(lengths, 1))
 
@@ -93,8 +92,8 @@ def sample_lengths(
 def draw_with_longest(
     name: str, count: int, seed: int = 0, *, max_seq_len: int | None = None
 ) -> tuple[int, ...]:
-    """The longest sequence that a preset has, and `count` - 1 others as `sample_lengths` draws
-    them: a plan that fits these fits the worst step of such data."""
+    """Return the preset's longest length and `count` - 1 drawn ones: a plan that fits them fits the
+    worst step of such data."""
     others = sample_lengths(name, count - 1, seed, max_seq_len=max_seq_len)
     longest = length_preset(name).longest_tokens
     return (longest if max_seq_len is None else min(longest, max_seq_len), *others)

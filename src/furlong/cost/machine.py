@@ -1,23 +1,22 @@
-"""Machine: a cluster's data sheet, and what was measured of it.
+"""Machine: a device and its cluster's links, from data sheets, assumptions and calibration.
 
     Machine.named("H100")                     # data sheet and assumptions
-    Machine.named("H100").calibrated("bfloat16")   # what furlong calibrate has measured, if it has
+    Machine.named("H100").calibrated("bfloat16")   # measured by furlong calibrate, if it was run
 
 Efficiency saturates with the tokens of a call: best * t / (t + half_tokens). Equivalently a call
-costs its FLOPs at the best rate plus a fixed time worth `half_tokens` tokens. Without it every
-search picks the smallest chunk. InfiniPipe (Appendix B) and ChunkFlow (Table 6) publish the shape:
-fewer tokens per call, less throughput. What a data sheet does not tell, and a large model hides
-(kernels that pass bytes, slices, tiles), costs nothing until a calibration has measured it.
+costs its FLOPs at the best rate plus a fixed time worth `half_tokens` tokens. Without this term
+each search would pick the smallest chunk. InfiniPipe (Appendix B) and ChunkFlow (Table 6) report
+the same shape: fewer tokens per call, less throughput. Costs that no data sheet states and that are
+small for large models (element-wise kernels, slices, tiles) are 0 until a calibration.
 
 Seconds on a link: latency plus bytes over bandwidth, per collective (InfiniPipe, Eq. 2).
 
-A bandwidth is what one device moves: `bytes_per_s` is a bus bandwidth in the sense of nccl-tests,
-so that it does not depend on the size of the group. Between nodes it is one device's share of its
-node's adapters.
+Bandwidths are per device: `bytes_per_s` is a bus bandwidth in the sense of nccl-tests, which does
+not depend on the size of the group. Between nodes it is one device's share of its node's adapters.
 
-Data sheets are in known_machines.toml, with their sources. What they do not say (efficiencies,
-launch times, reserved memory, how a node is cabled) is an assumption. `furlong calibrate` measures
-it with the executor, and writes a JSON file for the card and the dtype in the user's cache.
+Data sheets are in known_machines.toml, with their sources. All else (efficiencies, launch times,
+reserved memory, topology of a node) is assumed until `furlong calibrate` measures it with the
+executor, and writes a JSON file for the card and the dtype to the user's cache.
 """
 
 from __future__ import annotations
@@ -46,128 +45,130 @@ FREE_RAM = "three fifths of the free RAM"
 """The budget of `memory.device: auto` on a CPU."""
 ASSUMED = "assumed; furlong calibrate measures them"
 ASSUMED_ERROR = {"cuda": 0.5, "cpu": 2.0}
-"""Relative error of predicted seconds while rates are assumed, by type of device: a guess. Rates
-that are published of kernels, in the place of the assumed ones, made steps of cards 1.3 to 1.5
-times as long or as short; nobody knows the cores of a CPU."""
+"""Relative error of predicted seconds while rates are assumed, by type of device: a guess. Using
+published rates of kernels instead changed predicted steps on GPUs by factors of 1.3 to 1.5; for a
+CPU's cores there are no such figures."""
 VERSION = 1
-"""The version of a calibration's file."""
+"""Version of a calibration file."""
 CONTEXT_BYTES = 2**29
-"""Assumed bytes of a card that the driver and the context take before a model is on it."""
+"""Assumed bytes of a card that driver and context use before a model is loaded."""
 _LEAST_MARGIN = 0.02
-"""Least share of a budget that is left free: no prediction of memory is better."""
+"""Least share of a budget that is left free: the best accuracy of memory predictions."""
 _CORE_FLOPS_PER_S = 5e10
 OPTIMIZER_STEP_BYTES = 30
 """AdamW reads a gradient (4 bytes), a master weight (4) and two moments (8) of each parameter, and
 writes all but the gradient, and the weight in 16 bits (2)."""
 HOST_PARAMETERS_PER_S = 190e9 / 28
-"""Assumed: torch's fused AdamW passes 28 bytes of each parameter (gradient, weight, two moments;
-all but the gradient come back) at 190 GB/s of a node's DRAM. Nobody has measured it."""
+"""Assumed, not measured: torch's fused AdamW moves 28 bytes per parameter (it reads gradient,
+weight and two moments, and writes all but the gradient) at 190 GB/s of a node's DRAM."""
 _ACHIEVED_BANDWIDTH, _BYTES_PER_SAVED = 0.77, 1.8
-"""Assumed of a card's memory; and bytes that element-wise kernels read and write for each byte of a
-graph in each pass of a forward, and twice in a backward, counted by operator in a layer of 8B."""
+"""Assumed share of a card's memory bandwidth that kernels achieve; and bytes that element-wise
+kernels move per saved byte in a forward (twice in a backward), counted by operator in an 8B layer.
+"""
 AS_WRITTEN = 2.4
-"""Bytes that they pass where modules keep their forward (`model.kernels: none`), over those: 2.2
-with all weights trained, 2.7 with adapters."""
+"""Factor of these bytes if modules keep their own forward (`model.kernels: none`): 2.2 with all
+weights trained, 2.7 with adapters."""
 CPU_TILE_TOKENS = 512
-"""Keys of a tile of torch's flash attention on a CPU (kvSplitSize in FlashAttentionKernel.cpp)."""
+"""Keys per tile of torch's flash attention on a CPU (kvSplitSize in FlashAttentionKernel.cpp)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Share of the peak that a call of some tokens reaches."""
+    """Share of peak FLOPs as a function of the tokens of a call."""
 
     best: float
     half_tokens: float
     """Tokens at which half of `best` is reached."""
     square: float = 1.0
-    """Share of `best`, which in attention is that of blocks without a mask, that one causal square
-    reaches."""
+    """Factor of `best` for one causal square of attention; `best` is that of unmasked blocks."""
     packed: float = 1.0
-    """The share that squares of several slices in one call reach, perhaps in another kernel."""
+    """Factor of `best` for causal squares of several slices in one call."""
 
     def share(self, call: Call) -> float:
-        """The share of `best` that a kind of calls of attention reaches."""
+        """Return the factor of `best` for a kind of attention call."""
         return {"full": 1.0, "square": self.square, "packed": self.packed}[call]
 
 
 Call = Literal["full", "square", "packed"]
-"""Kinds of calls of attention: blocks of a prefix, one causal square, those of several slices."""
+"""Kinds of attention calls: unmasked blocks of a prefix, one causal square, causal squares of
+several slices."""
 CALLS: tuple[Call, ...] = get_args(Call)
 
 EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
-"""The fields of Machine that are one."""
+"""The fields of Machine of type Efficiency."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One device of a cluster, and what joins it to the others."""
+    """One device of a cluster, and its links to the others."""
 
     name: str
     peak_flops_per_s: float
-    """FLOPs per second of dense matrices in the dtype of the computation."""
+    """Peak FLOPs per second of dense matrices in the compute dtype."""
     memory_bytes: int
     reserved_bytes: int
-    """Bytes of `memory_bytes` that go to the driver, the context and the allocator's gaps."""
+    """Bytes of `memory_bytes` for the driver, the context and gaps of the allocator."""
     linear: Efficiency
     attention_forward: Efficiency
     attention_backward: Efficiency
     layer_launch_s: float
-    """Least time of one layer's forward, however few its tokens: the kernels are launched."""
+    """Least time of one layer's forward: that of its kernel launches."""
     links: ClusterLinks
     wide_flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    """dtype wider than 16 bits -> FLOPs per second of dense matrices in it."""
+    """dtype wider than 16 bits -> peak FLOPs per second of dense matrices in it."""
     pass_launch_s: float = 0.0
-    """Least time of one pass over a stage, beside its layers': what a family does around them."""
+    """Least time of one pass over a stage outside its layers."""
     slice_launch_s: float = 0.0
     """Least time of one slice of a chunk in the attention of one layer's forward."""
     hides_launches: bool = True
-    """Whether a device computes while its host launches what comes next: then a pass takes the
-    longer of the two, else both."""
+    """Whether a device computes while its host launches further kernels: a pass then takes the
+    maximum of the two times, otherwise their sum."""
     activation_bytes_per_s: float = inf
-    """Bytes of saved tensors and of logits that pass per second through the
-    kernels beside products and attention; a layer's backward passes them twice."""
+    """Saved bytes (and bytes of logits) per second in kernels other than matrix products and
+    attention; a layer's backward counts them twice."""
     unpacking_bytes_per_s: float = inf
-    """Bytes per second where a product makes its weight of codes in 4 bits, which are read, written
-    as floats, and read again. Of a card it is a guess, its memory's: none has been measured."""
+    """Bytes per second of dequantizing 4-bit weights: codes are read, floats written and read
+    again. For cards it is assumed to be the memory bandwidth; none has been measured."""
     tile_tokens: int = 0
-    """Keys in a tile of attention: what the causal mask hides of one is computed all the same."""
+    """Keys per tile of attention: masked parts of a tile are computed, too."""
     optimizer_parameters_per_s: float = inf
-    """Trained parameters that a step of the optimizer updates per second."""
+    """Trained parameters that the optimizer updates per second."""
     host_parameters_per_s: float = HOST_PARAMETERS_PER_S
-    """The same of an optimizer on the CPUs of a GPU's node, of all processes there together."""
+    """Parameters that an optimizer on the CPUs of a GPU node updates per second, for all of its
+    processes together."""
     host_bytes: float = inf
-    """Bytes that one device may keep in the memory of its host: its share of the node's."""
+    """Bytes of CPU memory that one device may use: its share of the node's."""
     activation_factor: float = 1.0
-    """Bytes of a graph as they are held over those that are counted."""
+    """Measured bytes of a graph over counted ones."""
     heap_blocks: float = 0.0
-    """As in `cost.memory.PlanMemory`."""
+    """See `cost.memory.PlanMemory`, as for the next."""
     heap_share: float = 0.0
     time_error: float | None = None
-    """Largest relative error of the predicted steps that a calibration's fit has not seen."""
+    """Largest relative error of predicted step times that the calibration was not fitted to."""
     memory_error: float | None = None
-    """Largest share of a measured peak that a calibration's predictions lacked."""
+    """Largest underestimate of a measured peak in a calibration, as a share of the peak."""
     measurements: Mapping[str, Any] = field(default_factory=dict)
-    """Figures that a calibration has measured: values of fields, and links by name."""
+    """Calibrated figures: values of fields, and links by name."""
     origin: str = ASSUMED
-    """The origin of the figures in words, and how far they can be trusted."""
+    """Words for the origin of the figures and their accuracy."""
     device_type: str = "cuda"
-    """Type, cuda or cpu: it decides the sizes of tiles and segments, and whether collectives run
-    beside the computation (those of a CPU do not)."""
+    """cuda or cpu: decides the sizes of tiles and segments, and whether collectives overlap with
+    computation (on a CPU they do not)."""
     card: str = ""
-    """The one device that measurements hold for: a CPU's name, cores and threads, or the driver's
-    name of a card that is not this one, but has the memory that is nearest."""
+    """The device that measurements hold for: a CPU's name, cores and threads, or the driver's name
+    of an unknown card, for which this one was chosen as the nearest in memory."""
 
     @classmethod
     def named(cls, name: str) -> Machine:
-        """A device by name: a known card's, or `cpu` for this machine. Raises ConfigError that
-        names the nearest."""
+        """Return a device by name: a known card, or `cpu` for this machine. Raises ConfigError that
+        suggests the nearest name."""
         known: dict[str, Machine | None] = {THIS_CPU: None, **known_machines()}
         return look_up(name, known, kind="hardware", source="the hardware's name") or this_cpu()
 
     @classmethod
     def of_card(cls, device_name: str, memory_bytes: int) -> Machine:
-        """A card by its driver's name; of an unknown one the figures are those of the known one
-        with the nearest memory: good enough to rank plans by, not to tell a peak."""
+        """Return a card by its driver's name. An unknown card gets the figures of the known card
+        nearest in memory: good enough to rank plans, not to predict peak memory."""
         if (found := known_card(device_name)) is not None:
             return found
         cards = known_machines().values()
@@ -175,8 +176,8 @@ class Machine:
         return replace(nearest, card=device_name, memory_bytes=memory_bytes)
 
     def attended_by(self, kernel: str) -> Machine:
-        """The card with the rates that are assumed of another kernel of attention, as kernels are
-        called in known_machines.toml; as it is where nothing is assumed of it."""
+        """Return the card with the rates that known_machines.toml assumes for another attention
+        kernel; unchanged if it has none."""
         card = _known()["cards"].get(self.name, {})
         rates = _known()["efficiency"].get(card.get("efficiency"), {}).get("attention", {})
         if kernel not in rates:
@@ -193,7 +194,7 @@ class Machine:
         return self.memory_bytes - self.reserved_bytes
 
     def seconds_between(self, seconds: float) -> tuple[float, float]:
-        """The range of predicted seconds, by the error of a calibration or of assumptions."""
+        """Return the range of predicted seconds, by the error of calibration or assumptions."""
         error = ASSUMED_ERROR[self.device_type] if self.time_error is None else self.time_error
         return seconds / (1 + error), seconds * (1 + error)
 
@@ -203,11 +204,15 @@ class Machine:
         num_local: int = 1,
         free_bytes: int | None = None,
     ) -> tuple[int, str]:
-        """Bytes of the device that plans may use, and the words for them: the given ones, with a
-        warning where they are above the memory; else those that its free memory allows.
+        """Return the device's budget in bytes and words for its origin.
 
-        `num_local`: processes that share a CPU's RAM; `free_bytes`: of a card, before a model is on
-        it; None: all but what the driver takes."""
+        Args:
+            given: The budget that the user set (words warn if it exceeds the memory); "auto": a
+                share of the free memory.
+            num_local: Number of processes that share a CPU's RAM.
+            free_bytes: Free bytes of a card before a model is loaded; None: all but
+                `CONTEXT_BYTES`.
+        """
         if given != "auto":
             memory = format_bytes(self.memory_bytes)
             more = f", more than the {memory} that {self.name} has"
@@ -220,12 +225,12 @@ class Machine:
         return card_budget_bytes(free_bytes), f"95% of what is free, as {self.name}"
 
     def margin(self, otherwise: float) -> float:
-        """Share of a device's budget that plans should leave free."""
+        """Return the share of a device's budget to leave free: `otherwise` if not calibrated."""
         return otherwise if self.memory_error is None else max(_LEAST_MARGIN, self.memory_error)
 
     def computing_in(self, dtype: str) -> Machine:
-        """The device at its peak in `dtype`; as it is where no other peak is known (16 bits, and a
-        CPU). The bytes of a wider matrix take longer to read, so more tokens hide that."""
+        """Return the device with the peak of `dtype`; unchanged if none is known (16 bits, CPUs).
+        `half_tokens` changes with the peak, and grows with the bytes of a weight to be read."""
         peak = self.wide_flops_per_s.get(dtype)
         if peak is None:
             return self
@@ -238,8 +243,8 @@ class Machine:
         return replace(self, peak_flops_per_s=peak, **changed)
 
     def measured(self, figures: Mapping[str, Any]) -> Machine:
-        """The machine with what was measured in the place of what was assumed: values of fields,
-        and links by name."""
+        """Return the machine with measured figures in place of assumed ones: values of fields, and
+        links by name."""
         links = {name: value for name, value in figures.items() if isinstance(value, Link)}
         fields = {name: value for name, value in figures.items() if name not in links}
         measurements = {**self.measurements, **figures}
@@ -248,16 +253,14 @@ class Machine:
         )
 
     def calibration_file(self, dtype: str) -> Path:
-        """The file that `furlong calibrate` writes unless told otherwise, in the user's cache."""
+        """Return the default file of `furlong calibrate`, in the user's cache."""
         name = self.name if self.device_type == "cpu" else self.card or self.name
         return user_cache() / f"calibration-{re.sub(r'[^-.A-Za-z0-9]+', '-', name)}-{dtype}.json"
 
     def calibrated(self, dtype: str, file: Path | None = None) -> Machine:
-        """The machine as it was measured in this dtype, in the user's cache or in a `file`; as it
-        is assumed to compute in it where it was not. A calibration's rates are shares of the peak
-        in 16 bits, in whatever dtype it measured them.
-
-        Raises ConfigError for a file that `save` has not written.
+        """Return the machine with the calibration for `dtype` from the user's cache or `file`; if
+        there is none, `computing_in(dtype)`. Calibrated rates are shares of the 16-bit peak in any
+        dtype. Raises ConfigError for a file that `save` has not written.
         """
         file, assumed = file or self.calibration_file(dtype), self.computing_in(dtype)
         if not os.path.exists(file):
@@ -274,7 +277,7 @@ class Machine:
         return replace(found, origin=words)
 
     def save(self, file: str | Path, dtype: str) -> None:
-        """Write what was measured, as `calibrated` reads it."""
+        """Write the measurements to a file for `calibrated`."""
         links = {n: of for n, of in self.measurements.items() if isinstance(of, Link)}
         values = {
             "version": VERSION, "hardware": self.name, "machine": self.card, "dtype": dtype,
@@ -298,8 +301,8 @@ _DIVISORS = {
 
 
 def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """The machine and dtype of a calibration's file, and its figures. Raises ConfigError for
-    anything else than `Machine.save` writes."""
+    """Return the machine and dtype of a calibration file, and its figures. Raises ConfigError for a
+    file that `Machine.save` has not written."""
     source, again = f"the calibration file {file}", "run furlong calibrate again"
     values = read_object(file, source=source, change=again)
     try:
@@ -327,8 +330,8 @@ def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def this_cpu() -> Machine:
-    """This machine: memory from the system, a fixed rate per core, for decisions that no noise may
-    turn."""
+    """Return this machine, with memory from the system and fixed rates per core, so that decisions
+    are reproducible."""
     memory = psutil.virtual_memory().total
     cores = os.cpu_count() or 1
     copy = 1e10
@@ -346,11 +349,11 @@ def this_cpu() -> Machine:
         pass_launch_s=8e-4,
         slice_launch_s=6e-4,
         activation_bytes_per_s=2e9,
-        unpacking_bytes_per_s=5e9,  # of 18,944 by 3,584 weights; 13e9 where they fit the cache
+        unpacking_bytes_per_s=5e9,  # for 18,944 by 3,584 weights; 13e9 if they fit the cache
         hides_launches=False,
         tile_tokens=CPU_TILE_TOKENS,
         host_bytes=memory - memory // 8,
-        heap_blocks=3.5,  # both as in the steps of docs/research/simulated-and-real.md
+        heap_blocks=3.5,  # both from the steps of docs/research/simulated-and-real.md
         heap_share=1.0,
         links=ClusterLinks(
             devices_per_node=cores,
@@ -363,7 +366,7 @@ def this_cpu() -> Machine:
 
 
 def _cpu_words() -> str:
-    """The CPU's name, its cores and its threads."""
+    """Return the CPU's name, its cores and its threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS", "all")
     name = platform.processor() or platform.machine()
@@ -377,8 +380,8 @@ def _cpu_words() -> str:
 
 
 def one_of(spec: Machine, num_local: int) -> Machine:
-    """The device of one of `num_local` processes of a machine: these are a node, and have equal
-    parts of its RAM and of a CPU's cores."""
+    """Return the device of one of `num_local` processes that form a node, with an equal part of its
+    RAM and of a CPU's cores."""
     links, before = replace(spec.links, devices_per_node=num_local), spec.links.devices_per_node
     if spec.device_type == "cpu":
         return replace(spec, links=links, peak_flops_per_s=spec.peak_flops_per_s / num_local)
@@ -391,35 +394,35 @@ def are_links_measured(spec: Machine) -> bool:
 
 
 def free_ram_budget_bytes() -> int:
-    """Three fifths of the RAM that is free now, rounded down to four binary digits so that a little
-    more or less of it changes nothing. A control group's limit counts as RAM.
+    """Return three fifths of the RAM that is free now, with a cgroup's limit respected, rounded
+    down to four binary digits so that small changes do not matter.
 
-    A process takes a fourth to a third more than is counted (benchmarks/step.py: predicted peaks
-    are 0.76 to 0.80 of the measured ones): the C library's heap keeps what was freed.
+    A process uses a fourth to a third more than predicted (benchmarks/step.py: predicted peaks are
+    0.76 to 0.80 of the measured ones), since the C library's heap keeps freed memory.
     """
     return ram_budget_bytes(min(psutil.virtual_memory().available, _free_in_control_group()))
 
 
 def ram_budget_bytes(free_bytes: int) -> int:
-    """Bytes of free RAM that plans may use."""
+    """Return the bytes of free RAM that plans may use."""
     return rounded_budget(free_bytes * 3 // 5)
 
 
 def card_budget_bytes(free_bytes: int) -> int:
-    """Bytes of a card's free memory that plans may use, rounded alike: there are gaps between the
-    allocator's blocks."""
+    """Return the bytes of a card's free memory that plans may use: less than all, as the allocator
+    leaves gaps."""
     return rounded_budget(free_bytes * 19 // 20)
 
 
 def rounded_budget(num_bytes: int) -> int:
-    """`num_bytes` rounded down to four binary digits."""
+    """Round `num_bytes` down to four binary digits."""
     step = 1 << max(0, num_bytes.bit_length() - 4)
     return num_bytes // step * step
 
 
 def _free_in_control_group(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes below the limit that a container sets (cgroup v2), files in the cache not counted as
-    used; without a limit more than any machine has."""
+    """Return the free bytes under a container's limit (cgroup v2), where cached files count as
+    free; 2**62 without a limit."""
     try:
         limit = int((root / "memory.max").read_text())
         used = int((root / "memory.current").read_text())
@@ -451,41 +454,41 @@ class ClusterLinks:
     within_node: Link
     between_nodes: Link
     host: Link
-    """Link of a device to its host's memory, in one direction, with all devices at work."""
+    """Link of a device to its host's memory, in one direction, while all devices use theirs."""
     disk: Link
     collectives: Mapping[str, Link] = field(default_factory=dict)
-    """Measured links by collective, such as `all_reduce` or `all_reduce between nodes`; the others
-    use the two links above."""
+    """Measured links by collective, such as `all_reduce` or `all_reduce between nodes`; other
+    collectives use `within_node` and `between_nodes`."""
 
     def link(self, collective: Collective, between: bool) -> Link:
         plain = self.between_nodes if between else self.within_node
         return self.collectives.get(collective + _BETWEEN if between else collective, plain)
 
     def to(self, target: OffloadTarget) -> Link:
-        """Link of a device to what it offloads to."""
+        """Return the link of a device to an offload target."""
         return self.host if target == "cpu" else self.disk
 
     def with_links(self, links: Mapping[str, Link]) -> ClusterLinks:
-        """With some links by name in the place of these."""
+        """Return a copy with some links replaced, by name."""
         plain: dict[str, Any] = {name: links[name] for name in _LINKS if name in links}
         collectives = {name: link for name, link in links.items() if name not in plain}
         return replace(self, collectives={**self.collectives, **collectives}, **plain)
 
     def num_nodes(self, devices: Sequence[int]) -> int:
-        """Nodes that a group of device numbers touches."""
+        """Return the number of nodes that a group of devices spans."""
         return len({device // self.devices_per_node for device in devices})
 
     def p2p_s(self, num_bytes: float, sender: int, receiver: int) -> float:
-        """One message between two devices."""
+        """Return the seconds of one message between two devices."""
         between = self.num_nodes((sender, receiver)) > 1
         return self.link("p2p", between).seconds(num_bytes)
 
     def effective(self, collective: Collective, group_size: int, num_nodes: int = 1) -> Link:
-        """The link that a device of a group sees, for the bytes that it moves itself.
+        """Return the link of one device in a group, for the bytes that the device itself moves.
 
         The group is spread evenly over `num_nodes` nodes. Rings cross each node once: a node's
-        adapters carry every byte once, so each of its g devices one g-th. In an all-to-all each
-        device sends to all others, and waits for the slower of near and far.
+        adapters carry each byte once, and each of its g devices carries one g-th. In an all-to-all
+        each device sends to all others, and waits for the slower of both links.
         """
         if num_nodes <= 1 or group_size <= 1:
             return self.link(collective, False)
@@ -502,11 +505,11 @@ class ClusterLinks:
     def collective_s(
         self, collective: Collective, num_bytes: float, group_size: int, num_nodes: int = 1
     ) -> float:
-        """Seconds of a collective.
+        """Return the seconds of a collective.
 
-        `num_bytes`: what one device holds at the wide end: the gathered result, the gradient before
-        it is scattered, the buffer of an all-to-all. All but the own share moves, in an all_reduce
-        twice.
+        `num_bytes`: size of the larger side on one device: the gathered result, the gradient before
+        it is scattered, the buffer of an all-to-all. All but the device's own share moves, in an
+        all_reduce twice.
         """
         if group_size <= 1:
             return 0.0
@@ -516,18 +519,18 @@ class ClusterLinks:
 
 @cache
 def _known() -> dict[str, dict[str, Any]]:
-    """The tables of known_machines.toml."""
+    """Return the tables of known_machines.toml."""
     return tomllib.loads(Path(__file__).with_name("known_machines.toml").read_text("utf-8"))
 
 
 @cache
 def known_machines() -> dict[str, Machine]:
-    """The cards of known_machines.toml by name."""
+    """Return the cards of known_machines.toml by name."""
     return {name: _machine(name, **card) for name, card in _known()["cards"].items()}
 
 
 def known_card(device_name: str) -> Machine | None:
-    """The card that the driver calls by this whole name."""
+    """Return the known card with this driver name, or None."""
     cards = _known()["cards"].items()
     name = next((name for name, card in cards if device_name in card["driver_names"]), None)
     return None if name is None else known_machines()[name]
@@ -539,7 +542,7 @@ def _machine(
 ) -> Machine:  # fmt: skip
     sixteen, wide, widest = (each * 1e12 for each in tflops)
     memory_bytes, of_node = memory_mib * 2**20, _known()["nodes"][node]
-    # a matrix in 16 bits is read in the time in which peak / bandwidth tokens go through it
+    # reading a 16-bit matrix takes as long as multiplying peak / bandwidth tokens with it
     half_tokens = 5 / 3 * tflops[0] / memory_tb_per_s
     assumed = _known()["efficiency"][efficiency]
     matrices = Efficiency(linear or assumed["linear"], half_tokens)

@@ -1,20 +1,20 @@
-"""CostModel: seconds and bytes of a plan's actions, composed of shape, machine and training.
+"""CostModel: seconds and bytes of a plan's actions, from model shape, machine and training setup.
 
     model = CostModel(model_shape("Qwen2.5-7B"), Machine.named("H100"))
     costs = model.costs(plan)               # the simulator's ActionCosts
     check(plan, model.memory())             # the checker's Memory
 
-Each action computes what `plan.passes` says.
+`plan.passes` says what each action computes.
 
-Collectives hide behind the computation that they go with, and what does not fit behind it takes
-time. Under ZeRO-3 that is every pass. Else it is a stage's last Backward for the gradients of its
-layers, each of which is on its way as soon as that layer's backward is over, and its first Forward
-for weights, unless an Unshard gathers them: before it or, in this runtime, layer by layer beside
-what runs meanwhile (`simulate.clock`). This runtime has it of FSDP2 (set_requires_gradient_sync in
-the last backward; `unshard(async_op=True)`); of other frameworks it is the best that they do:
+Collectives overlap with computation, and only what does not fit takes additional time. Under ZeRO-3
+they overlap with each pass. Otherwise the gradients of a stage's layers are reduced during its last
+Backward, each layer's as soon as its backward is over, and weights are gathered during its first
+Forward, unless an Unshard gathers them: before it or, in this runtime, layer by layer during other
+computation (`simulate.clock`). This runtime relies on FSDP2 for that (set_requires_gradient_sync in
+the last backward; `unshard(async_op=True)`). Other frameworks overlap at best in the same way:
 Megatron-Core's --overlap-grad-reduce and --overlap-param-gather reduce and gather bucket by bucket
-in the last and the first micro-batch. Gradients of the embedding and the head are complete at the
-end only, and hide behind nothing. Nor does a CPU's process compute while it waits for others.
+in the last and the first micro-batch. Gradients of embedding and head are complete only at the end,
+so their reduction overlaps with nothing, and on a CPU nothing overlaps.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from furlong.plan.plan import (
 )
 
 _CPU_KERNEL_BYTES = 3 * 2**26
-"""Kernels that oneDNN keeps for 16-bit matrix products of 64 shapes on a CPU: 55 MiB measured for
-layers of 256 by 1,024, some 130 MiB for 896 by 4,864."""
+"""Bytes that oneDNN caches in kernels for 16-bit matrix products of 64 shapes on a CPU: 55 MiB
+measured for layers of 256 by 1,024, some 130 MiB for 896 by 4,864."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,13 @@ class CostModel:
         return self.hardware.device_type
 
     def calibrated(self, dtype: str) -> CostModel:
-        """On the machine as it was measured in this dtype, if it was (`Machine.calibrated`)."""
+        """Return the model on the calibrated machine, if there is a calibration for `dtype`
+        (`Machine.calibrated`)."""
         return replace(self, hardware=self.hardware.calibrated(dtype))
 
     def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
-        """Seconds of every action of `plan`. `free`: things that take no time, so that the
-        difference tells how long actions wait for them."""
+        """Return the seconds of each action of `plan`. `free`: waits that take no time; the
+        difference to a model without `free` is the time that actions spend in them."""
         return PlanCosts(self, plan, free)
 
     def cell_seconds(
@@ -97,8 +98,8 @@ class CostModel:
         recompute_layers: Sequence[int] = (),
         free: Collection[Hidden] = (),
     ) -> Array:
-        """(stages, C, 2) seconds of a forward and of a backward of every chunk at every stage of a
-        pipeline, with the first `recompute_layers` of each stage checkpointed."""
+        """Return (stages, C, 2): seconds of the forward and the backward of each chunk at each
+        stage of a pipeline, with the first `recompute_layers[stage]` layers checkpointed."""
         table = chunk_table(chunks, self.shape, sp_size, self.hardware.tile_tokens)
         layout = Layout(sp=sp_size, pp=len(stages))
         seconds = np.zeros((len(stages), len(chunks), 2))
@@ -121,8 +122,8 @@ class CostModel:
         free: Collection[Hidden] = (),
         unsharded: bool = False,
     ) -> StageSeconds:
-        """The seconds of one stage of a plan's replicas, which are on `ranks`; those of replicas
-        that the plan does not list come on top of its `layout`."""
+        """Return the seconds of a stage that `ranks` of a plan with `layout` hold. Replicas that
+        the plan does not list (`Training.replicas`) are added to the layout."""
         key = stages, stage, layout, ranks, kv, frozenset(free), unsharded
         if key not in self._known:
             dp, per_replica = self.training.replicas, layout.dp * layout.pp
@@ -135,13 +136,13 @@ class CostModel:
         return self._known[key]
 
     def sequence_seconds(self, seq_lens: Sequence[int]) -> list[float]:
-        """Seconds of a forward and a backward of each whole sequence through the whole model on one
-        device with its kernels at their best, by which replicas are dealt sequences."""
+        """Return the seconds of forward and backward of each whole sequence on one device at the
+        best efficiency of its kernels. Sequences are distributed over replicas by them."""
         return self._at_best((self.shape.num_layers,), 0, seq_lens)
 
     def layer_seconds(self, mean_keys: float) -> list[float]:
-        """Seconds as of `sequence_seconds` of each layer, those of the head with the last one's,
-        for a sequence whose tokens attend `mean_keys` on average: stages are cut by them."""
+        """Return the seconds of each layer (the last one with the head), as `sequence_seconds`, for
+        a sequence whose tokens attend to `mean_keys` keys on average. Stages are cut by them."""
         layers, seq_len = self.shape.layers, max(1, round(2 * mean_keys) - 1)
         stages, known = (1,) * len(layers), dict[tuple[LayerShape, bool], float]()
         for i, layer in enumerate(layers):
@@ -155,12 +156,12 @@ class CostModel:
         return own.sequence_seconds(sum(cell_parts(stages, stage), ()), seq_lens)
 
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
-        """Bytes of every action of any plan; the default budget is the device's."""
+        """Return the memory model for plans; `budget_bytes` defaults to the machine's budget."""
         budget = self.hardware.budget_bytes if budget_bytes is None else budget_bytes
         machine = self.hardware
         kernels = self.device_type == "cpu" and self.training.compute_bytes == 2
         shape, training = self.shape, self.training
-        made = 0  # whole weights that a layer makes of codes, or of experts and their adapters
+        made = 0  # parameters of temporary weights: dequantized, or experts merged with adapters
         if training.packed_bytes is not None:
             made = shape.hidden_size * max(shape.q_size, *(n.width for n in shape.layers))
         if training.lora is not None:
@@ -168,7 +169,7 @@ class CostModel:
                 sum(count for _, _, kind, count in layer if kind == "bare")
                 for layer in training.lora.adapted(shape)
             ]
-            made += sum(bare) + 2 * max(bare)  # and what one layer adds to them, and its gradient
+            made += sum(bare) + 2 * max(bare)  # also one layer's delta and its gradient
         return PlanMemory(
             self.shape, self.training, budget,
             activation_factor=machine.activation_factor,
@@ -181,8 +182,8 @@ class CostModel:
 class PlanCosts:
     """Seconds of one plan's actions; implements the simulator's ActionCosts.
 
-    Ranks are numbered as in the plan, devices as a run numbers its processes (`first_device`); a
-    node is as many of these as the hardware has per node.
+    Ranks are numbered as in the plan, devices as the processes of a run (`first_device`);
+    consecutive devices share a node.
     """
 
     def __init__(self, model: CostModel, plan: ChunkPlan, free: Collection[Hidden] = ()) -> None:
@@ -210,7 +211,7 @@ class PlanCosts:
         pp = len(plan.actions) // dp
         layout = Layout(dp, plan.sp_size, pp)
         self._layout = replace(layout, dp=dp * training.replicas)
-        """That of all devices, those of replicas that the plan does not list among them."""
+        """Layout of all devices, including replicas that the plan does not list."""
         shape, tile_tokens = model.shape, model.hardware.tile_tokens
         self.table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens, plan.position)
         self._stages = [
@@ -221,12 +222,13 @@ class PlanCosts:
             for stage in range(len(plan.stages))
         ]  # fmt: skip
         self._front_s: dict[int, float] = {}
-        """In this runtime by the first stage of a rank: seconds in which what the rank has in front
-        of its layers is gathered, and waited for, and what it has beside them, once for a step."""
+        """A rank's first stage -> seconds of gathering the embedding, during which the rank waits,
+        and of gathering its other weights outside the layers, which happens once per step and is
+        divided over the stage's Unshards. This runtime only, as the next two."""
         self._head_s: dict[int, float] = {}
-        """By the last stage of a rank: seconds in which its head is gathered, behind the layers."""
+        """A rank's last stage -> seconds of gathering the head, after the layers."""
         self._ends_s: dict[int, float] = defaultdict(float)
-        """By stage: seconds in which gradients of both are reduced, after those of its layers."""
+        """Stage -> seconds of reducing gradients of embedding and head, after those of layers."""
         for held in filter(None, set(plan.held)) if training.gathers else ():
             own = training.weights(shape, plan.stages, frozenset(held))
             first, last = self._stages[held[0]], self._stages[held[-1]]
@@ -244,7 +246,7 @@ class PlanCosts:
                     self._ends_s[held[stage]] += self._stages[held[stage]].sum_s(of_ends)
         firsts: dict[tuple[Any, ...], int] = {}
         self._alike = [firsts.setdefault(own.kind, i) for i, own in enumerate(self._stages)]
-        """The first stage of each one's kind."""
+        """[stage] -> the first stage with equal times, whose results are reused."""
         each = zip(plan.holders, self._stages, strict=True)
         if not plan.regathers and any(len(own) > 1 and s.passes_gather for own, s in each):
             raise ConfigError(
@@ -257,7 +259,7 @@ class PlanCosts:
         self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 
     def compute_s(self, action: Action, rank: int) -> float:
-        """Seconds that `action` keeps the rank's devices busy; 0 for Send and Recv."""
+        """Return the seconds for which `action` keeps the rank's devices busy; 0 for messages."""
         if isinstance(action, COMPUTING):
             return self._seconds(self.parts(action), action.stage)[action.chunk]
         match action:
@@ -272,7 +274,7 @@ class PlanCosts:
                 return 0.0
 
     def gathers_s(self, action: Action, rank: int) -> float:
-        """Seconds of links in which an action gathers weights."""
+        """Return the seconds on the links for which an action gathers weights."""
         if isinstance(action, Unshard):
             return self.compute_s(action, rank)
         if not isinstance(action, COMPUTING) or not self.parts(action):
@@ -281,35 +283,35 @@ class PlanCosts:
         return costs.layer_gathers_s if costs.passes_gather else 0.0
 
     def link_s(self, action: Reduce, rank: int) -> float:
-        """Seconds for which a Reduce takes the link, those beside the last Backward among them."""
+        """Return the seconds of a Reduce on the link, including those during the last Backward."""
         of_layers_s, late_s = self._reduces_s(action.stage)
         return late_s if self._stages[action.stage].passes_gather else of_layers_s + late_s
 
     def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
-        """Seconds of a collective, from its start, in which its ranks compute nothing: on a GPU
-        those of an Unshard's weights in front of the layers."""
+        """Return the first seconds of a collective, during which its ranks compute nothing: on a
+        GPU those in which an Unshard gathers weights before the layers."""
         if not self._hides:
             return self.compute_s(action, rank)
         return self._before_s(action.stage) if isinstance(action, Unshard) else 0.0
 
     def _before_s(self, stage: int) -> float:
-        """Seconds in which a stage's weights come from CPU memory, which FSDP2 copies in the stream
-        of the passes, and in which what is in front of its layers is gathered."""
+        """Return the seconds in which a stage's weights are copied from CPU memory (by FSDP2, in
+        the stream of the passes), and in which weights before its layers are gathered."""
         return self._stages[stage].brought_s + self._front_s.get(stage, 0.0)
 
     def head_s(self, action: Unshard, rank: int) -> float:
-        """Seconds in which an Unshard gathers the head, behind the layers."""
+        """Return the seconds in which an Unshard gathers the head, after the layers."""
         return self._head_s.get(action.stage, 0.0)
 
     @property
     def _hides(self) -> bool:
-        """Whether collectives run beside computation."""
+        """Whether collectives overlap with computation."""
         return self._model.device_type != "cpu" and self._model.training.overlaps
 
     def copy_s(self, action: Action, rank: int) -> float:
-        """Seconds of the copies of offloaded tensors that run beside `action`: those of each memory
-        and each way at the same time. What an action waits for inside its layers
-        (a segment of K,V before its attention) is in `compute_s`."""
+        """Return the seconds of the copies of offloaded tensors that run during `action`; copies
+        of different memories or directions overlap. Waits inside its layers (for a segment of K,V
+        before attention) are in `compute_s`."""
         if self._plan.offload == ON_DEVICE or not isinstance(action, COMPUTING):
             return 0.0
         if rank not in self._copies:
@@ -317,7 +319,7 @@ class PlanCosts:
         return self._copies[rank].get((type(action), action.chunk, action.stage), 0.0)
 
     def _copies_of(self, rank: int) -> dict[tuple[type[Action], int, int], float]:
-        """Seconds as of `copy_s` of all of a rank's actions."""
+        """Return `copy_s` of all actions of a rank."""
         links = self._model.hardware.links
         traffic = self._model.memory().curve(self._plan, rank).traffic
         slowest = np.zeros(len(self._plan.actions[rank]))
@@ -335,8 +337,8 @@ class PlanCosts:
         }
 
     def transfer_s(self, action: Send, rank: int) -> float:
-        """Seconds of a message on its link: hidden states of a chunk, or their gradient; each
-        process of an sp group sends its part to its counterpart."""
+        """Return the seconds of a message: hidden states of a chunk, or their gradient, of which
+        each process of the pool sends its part to its counterpart."""
         model = self._model
         tokens = float(self.table.tokens[:, action.chunk].max())
         width = model.shape.hidden_size * model.training.compute_bytes
@@ -344,18 +346,21 @@ class PlanCosts:
         return model.hardware.links.p2p_s(tokens * width, *devices)
 
     def unshard_s(self, stage: int) -> float:
-        """Seconds of the all-gather of a stage's weights."""
+        """Return the seconds of the all-gather of a stage's weights."""
         return self._stages[stage].unshard_s
 
     def reduce_s(self, stage: int) -> float:
-        """Seconds in which the gradients of a stage's trained weights are reduced."""
+        """Return the seconds of reducing the gradients of a stage's trained weights."""
         return self._stages[stage].reduce_s
 
     def _reduce_at_end_s(self, stage: int) -> float:
-        """Seconds of a Reduce that the last Backward does not hide: under ZeRO-1 and 2 the ranks
-        also gather each other's new weights, as far as the next first Forward does not hide that,
-        unless an Unshard does it; where ZeRO-3 gathers with every pass the backwards have reduced
-        already, in this runtime but for ends, and for sums between groups that hold all weights."""
+        """Return the seconds of a Reduce that the last Backward does not hide.
+
+        Under ZeRO-1 and 2, without Unshards, they include gathering updated weights as far as the
+        next first Forward does not hide that. If ZeRO-3 gathers in each pass, backwards have
+        reduced all gradients; in this runtime all but those of embedding and head, and sums between
+        groups that each hold all weights (HSDP).
+        """
         training, costs, gathered_s = self._model.training, self._stages[stage], 0.0
         of_layers_s, late_s = self._reduces_s(stage)
         if costs.passes_gather:
@@ -363,22 +368,22 @@ class PlanCosts:
             return ends_s + late_s + costs.between_s if training.gathers else 0.0
         if training.zero_stage in (1, 2) and stage not in self._unsharded:
             gathered_s = max(0.0, costs.trained_gather_s - self._layers_s(self._firsts, stage))
-        # the gradients of the layer whose backward is the last one hide behind none
+        # nothing hides the reduction of the layer whose backward comes last
         before_last = 1 - 1 / self._plan.stages[stage]
         of_layers_s -= before_last * min(of_layers_s, self._layers_s(self._lasts, stage))
         return late_s + of_layers_s + gathered_s
 
     def _reduces_s(self, stage: int) -> tuple[float, float]:
-        """Seconds in which the gradients of a stage's layers are reduced, and in which those are
-        that are complete at the end only."""
+        """Return the seconds of reducing gradients of a stage's layers, and those of reducing the
+        gradients that are complete only at the end (embedding and head)."""
         costs = self._stages[stage]
         of_layers_s = costs.reduce_s * (1 - costs.late_share)
         gathers = self._model.training.gathers
         return of_layers_s, self._ends_s[stage] if gathers else costs.reduce_s - of_layers_s
 
     def _layers_s(self, passes: Mapping[tuple[int, int], Computing], stage: int) -> float:
-        """Seconds in which the slowest rank of a stage is in its layers, in one of its passes, and
-        collectives beside it."""
+        """Return the seconds that the slowest rank of a stage spends in its layers in one of
+        `passes`, during which collectives can run."""
         if not self._hides:
             return 0.0
         seconds = [0.0]
@@ -389,11 +394,11 @@ class PlanCosts:
         return max(seconds)
 
     def parts(self, action: Computing) -> tuple[PassPart, ...]:
-        """The parts of an action's pass, as the plan's passes say."""
+        """Return the parts of an action's pass."""
         return self._parts[type(action), action.chunk, action.stage]
 
     def _seconds(self, parts: tuple[PassPart, ...], stage: int) -> list[float]:
-        """Seconds of parts of a pass for every chunk: in each those of the slowest process."""
+        """Return the seconds of a pass for each chunk, summing each part's slowest process."""
         key = parts, self._alike[stage]
         if key not in self._parts_s:
             seconds = np.zeros(len(self._plan.chunks))
@@ -403,14 +408,14 @@ class PlanCosts:
         return self._parts_s[key]
 
     def process_seconds(self, parts: tuple[PassPart, ...], stage: int, table: ChunkTable) -> Array:
-        """(P, S, C) seconds of parts of passes on every process, for any table's chunks."""
+        """Return (P, S, C): seconds of parts of passes on each process, for a table's chunks."""
         return self._stages[stage].pass_seconds(parts, table)
 
 
 def update_s(model: CostModel, plan: ChunkPlan) -> float:
-    """Seconds of the optimizer's step behind a plan, on the device with most trained parameters;
-    none without a Backward. Under ZeRO a device updates its share of what others hold too; the
-    optimizer of weights in a node's CPU memory runs there, for all of its devices."""
+    """Return the seconds of the optimizer's step after a plan, on the device with most trained
+    parameters; 0 without a Backward. Under ZeRO the update is divided among devices. Weights in CPU
+    memory are updated by their node's CPUs, for all of its devices."""
     if not plan.trained:
         return 0.0
     training = model.training

@@ -1,34 +1,34 @@
 """Seconds of passes of chunks through a stage, for all chunks of a table at once, and FLOPs.
 
-One pass on one process of a sequence-parallel group:
+The time of one pass on one process of a sequence-parallel group is
 
-    matrices + max(all-to-alls, attention of slices here alone) + attention of shared slices
+    matrices + max(all-to-alls, attention of local slices) + attention of sharded slices
     + waits for streamed K,V
 
-at least its launches where a GPU computes while they go on; at least the weights that ZeRO-3
-gathers with every pass, and gradients that it scatters.
+but at least its kernel launches, as a GPU computes during them, and at least the time in which
+ZeRO-3 gathers weights and scatters gradients of the pass.
 
-    matrices    (tokens + half_tokens) * FLOPs per token / rate + saved bytes that pass / bandwidth;
-                half_tokens are those of reading the matrices, of experts those that some token of
-                the process visits; those in 4 bits are made whole first, whatever the tokens
-    attention   attended keys * (1 / share + half_tokens / tokens) * FLOPs per key / rate; the share
-                of the rate is that of a kind of calls: blocks without a mask, one causal square,
-                or squares of several slices in one call
+    matrices    (tokens + half_tokens) * FLOPs per token / rate + saved bytes / bandwidth, where
+                half_tokens stand for reading the matrices (of experts, those that are active for
+                some token of the process); 4-bit weights are dequantized first, whatever the tokens
+    attention   attended keys * (1 / share + half_tokens / tokens) * FLOPs per key / rate, where the
+                share of the rate depends on the kind of call: blocks without a mask, one causal
+                square, or squares of several slices in one call
 
-The all-to-alls of slices on several processes, one for every size of places, hide behind the
-attention of slices on one (Skrull, Eq. 2). A group is as slow as its slowest process. A table may
-be of a plan's chunks, or of anything whose sums a planner knows: a process before and after each of
-many moves, all in one call. A slice on a place of n processes counts 1/n with each of these.
+All-to-alls of slices sharded over several processes, one per size of place, overlap with attention
+of local slices (Skrull, Eq. 2). A group is as slow as its slowest process. A table describes the
+chunks of a plan, or any other sums that a planner knows, such as a process before and after each of
+many moves, all in one call. A slice on a place of n processes counts 1/n for each of them.
 
     P parts, C chunks, S processes of a group, W windows
 
-FLOPs are exact: causal, windowed, grouped heads, experts. A multiplication and an addition are two.
+FLOPs are exact for causal masks, windows, grouped heads and experts; a multiply-add counts as two.
 Counted are the matrices and the two products of attention over exactly the (query, key) pairs that
-the mask allows; norms, activations, softmax and the tiles that a kernel computes beyond the
-diagonal are not: they end up in the efficiency.
+the mask allows. Norms, activations, softmax and masked parts of a kernel's tiles are not counted:
+they lower the measured efficiency instead.
 
     forward of a token through a matrix of P parameters   2 P
-    backward                                              4 P   (2 P where the matrix is frozen)
+    backward                                              4 P   (2 P if the matrix is frozen)
     attention, per pair of query and key, forward         4 N H
     backward (flash: scores again, then four products)    10 N H
     scan of a recurrent layer                             by its inner chunks (`cost.shape`)
@@ -60,24 +60,24 @@ Keys = Mapping[tuple[int | None, Call], Array]
 """(window, kind of call) -> attended keys (S, C)."""
 
 Work = Literal["forward", "to last kv", "first layers", "backward", "head", "head and back"]
-"""to last kv: up to the last layer's K,V projection; first layers: forward of that many; head and
-back: the language model head and the loss with their gradients."""
+"""to last kv: forward up to the last layer's K,V projection; first layers: forward of
+`PassPart.layers` layers; head and back: LM head and loss, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassPart:
-    """Work of one kind that a pass does."""
+    """One kind of work in a pass."""
 
     work: Work
     layers: int = 0
-    """Number of the "first layers"."""
+    """Number of layers of "first layers"."""
     remembered: int = 0
-    """First layers whose attention does not run: its results are handed back."""
+    """Number of first layers that reuse saved attention outputs."""
 
 
 @cache
 def parts_of(what: Pass, height: int) -> tuple[PassPart, ...]:
-    """The parts that the executor runs for a pass over a stage of `height` layers."""
+    """Return the parts of a pass over a stage of `height` layers."""
     match what.computes:
         case "nothing":
             return ()
@@ -96,8 +96,8 @@ def parts_of(what: Pass, height: int) -> tuple[PassPart, ...]:
 def cell_parts(
     stages: Sequence[int], stage: int, recompute_layers: int = 0
 ) -> tuple[tuple[PassPart, ...], tuple[PassPart, ...]]:
-    """The parts of a Forward that keeps its graph, and those of its Backward, with the first layers
-    of the stage checkpointed."""
+    """Return the parts of a Forward that keeps its graph and of its Backward, with the first
+    `recompute_layers` of the stage checkpointed."""
     graph = Pass("graph", recompute_layers=recompute_layers)
     is_last = stage == len(stages) - 1
     backward = Pass("backward", recompute_layers=recompute_layers, loss=is_last)
@@ -105,30 +105,34 @@ def cell_parts(
 
 
 Hidden = Literal["all-to-all", "gathers", "streams"]
-"""Things that a computing action may wait for inside: the all-to-alls of slices on several
-processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
-target."""
+"""Waits inside a computing action: for all-to-alls of sharded slices; for the weights that ZeRO-3
+gathers and the gradients that it scatters; for K,V streamed from an offload target."""
 HEADS = ("head", "head and back")
 _ADAPTED = 1.3
-"""Bytes that pass through a GPU's kernels for each saved one with adapters, over those without:
-frozen products save less."""
+"""Factor for adapters of the bytes moved by a GPU's kernels per saved byte: frozen linear layers
+save fewer tensors."""
 _FUSED_HEAD_DIM = 128
 _NO_WAIT = Link(0.0, float("inf"))
 
 
 def _sums(factors: Array, rows: Array) -> Array:
-    """(P, S, C) sums of K rows (K, S, C) times the factors (P, K) of each part: tensordot, without
-    what it takes to be general."""
+    """Return (P, S, C): factors (P, K) times rows (K, S, C), as tensordot without its overhead."""
     found: Array = np.dot(factors, rows.reshape(len(rows), -1))
     return found.reshape(len(factors), *rows.shape[1:])
 
 
 class StageSeconds:
-    """Seconds of one stage: of passes through it, of its weights and of its gradients.
+    """Seconds of one stage: of its passes, and of gathers and reductions of its parameters.
 
-    `stages`: layers of each stage. `layout`: that of all devices; `ranks`: of its lists of actions
-    those that hold the stage. `kv`: target of stored K,V. `free`: what takes no time. `unsharded`:
-    whether an Unshard has gathered the weights before the passes.
+    Args:
+        shape, hardware, training: the model, the machine, and the training setup.
+        stages: layers of each stage.
+        stage: index of this stage.
+        layout: layout of all devices.
+        ranks: ranks of the layout that hold the stage.
+        kv: offload target of stored K,V.
+        free: waits that take no time.
+        unsharded: whether an Unshard gathers the weights before the passes.
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class StageSeconds:
         first, self._height = sum(stages[:stage]), stages[stage]
         self._layers = shape.layers[first : first + self._height]
         self._linear_flops = sum(layer.flops for layer in self._layers)
-        """FLOPs of a token's forward through the layers."""
+        """Forward FLOPs per token of the layers."""
         self._head_flops = 2 * shape.embedding_parameters * (stage == len(stages) - 1)
         firsts = [first_device(rank, layout) for rank in ranks]
         self._groups = [range(first, first + layout.sp) for first in firsts]
@@ -168,7 +172,7 @@ class StageSeconds:
         """Forward FLOPs per token of the stage's adapters."""
         cell = stage_bytes(shape, stages, stage, training)
         self._saved = cell.graph_layers
-        """Bytes per token that the graph of each layer saves."""
+        """Bytes per token that each layer's graph saves."""
         self._logits = cell.logit * shape.vocab_size
         """Bytes per token of logits, with their gradients."""
         self._rate = hardware.peak_flops_per_s * hardware.linear.best
@@ -176,27 +180,27 @@ class StageSeconds:
         self._unvisited = tuple(
             dict.fromkeys(layer.unvisited for layer in self._layers if layer.idle_parameters)
         )
-        """Shares of the experts that a token does not visit, of the layers with experts."""
+        """Distinct shares of experts that are inactive for a token, over layers with experts."""
         self._rows: dict[tuple[PassPart, ...], tuple[Array, ...]] = {}
         self.passes_gather = training.regathers and not unsharded
-        """Whether every pass gathers its weights, and every backward reduces."""
+        """Whether each pass gathers its weights, and each backward reduces gradients."""
         self._gathers = self.passes_gather and "gathers" not in free
         self.brought_s = self._moved_s(self._weights.brought_bytes(stage) / self._num_sharing)
-        """Seconds in which an Unshard brings a device's part of the weights from CPU memory."""
+        """Seconds in which an Unshard copies a device's part of the weights from CPU memory."""
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """Equal in stages through which every pass takes the same time."""
+        """Key that is equal for stages whose passes take equal times."""
         links, gathered = tuple(self._sp_links.items()), (0.0, 0.0)
         if self._gathers:
             gathered = self._gathered_s(backward=False), self._gathered_s(backward=True)
         return self._layers, self._head_flops, self._saved, self._lora, links, gathered
 
     def pass_seconds(self, parts: tuple[PassPart, ...], table: ChunkTable) -> Array:
-        """(P, S, C) parts of a pass over the stage, on every process."""
+        """Return (P, S, C): seconds of parts of a pass on each process, for each chunk."""
         matrices, keys, attending, launches = self._factors(parts)
         tokens, busy = table.tokens, (table.tokens > 0).astype(float)
-        # E experts of which a token visits k: n tokens visit E (1 - (1 - k/E)^n) on average
+        # with k of E experts active per token, n tokens visit E (1 - (1 - k/E)^n) on average
         visited = [1 - share ** np.maximum(tokens - 1, 0) for share in self._unvisited]
         local = _sums(keys, self._attended(table.local_keys, tokens))
         shared = _sums(keys, self._attended(table.shared_keys, tokens))
@@ -206,11 +210,11 @@ class StageSeconds:
         if self._stream is not None:
             seconds += np.stack([self._waits_s(part, table) for part in parts])
         launched = _sums(launches, np.stack([busy, table.num_slices]))
-        # a GPU computes while its host launches what follows
+        # a GPU computes while its host launches the next kernels
         both = np.maximum if self._hardware.hides_launches else np.add
         both(seconds, launched, out=seconds)
         if self._gathers:
-            # weights come with every pass, behind its computation (FSDP's prefetch)
+            # FSDP prefetches weights during the computation of each pass
             both = np.add if self._hardware.device_type == "cpu" else np.maximum
             for own_s, part in zip(seconds, parts, strict=True):
                 if part.work not in HEADS:
@@ -218,7 +222,7 @@ class StageSeconds:
         return seconds
 
     def sequence_seconds(self, parts: tuple[PassPart, ...], seq_lens: Sequence[int]) -> list[float]:
-        """Seconds of parts of passes of each whole sequence, with kernels at their best."""
+        """Return the seconds of `parts` for each whole sequence, at best kernel efficiency."""
         matrices, keys, *_ = self._factors(parts)
         token_s, key_s = matrices[:, 0].sum(), keys.sum(axis=0)
         full_s = dict(zip(product(self._windows, CALLS), key_s.tolist(), strict=False))
@@ -228,17 +232,22 @@ class StageSeconds:
         ]
 
     def _factors(self, parts: tuple[PassPart, ...]) -> tuple[Array, ...]:
-        """Arrays (P, ...) of the factors of each part, as of `_row`."""
+        """Return arrays (P, ...) of the factors of each part (`_row`)."""
         if parts not in self._rows:
             rows = zip(*map(self._row, parts), strict=True)
             self._rows[parts] = tuple(np.array(row, float) for row in rows)
         return self._rows[parts]
 
     def _row(self, part: PassPart) -> tuple[list[float], list[float], int, list[float]]:
-        """Factors of one part: of tokens, of processes that have one, and of the experts that some
-        of these visit, by the share that one token does not; of attended keys by window and kind
-        of call, and of keys per token of the process by window; layers that exchange; of processes
-        and calls launched."""
+        """Return the factors of one part in four tuples:
+
+        1. seconds per token, per process with any token, and, for each share of inactive experts,
+           for reading all other experts of layers with that share;
+        2. seconds per attended key by window and kind of call, and, by window, per attended key
+           over tokens of the process;
+        3. number of layers with attention, each of which has all-to-alls;
+        4. launch seconds per process with any token, and per call of attention.
+        """
         hardware, back = self._hardware, part.work == "backward"
         linear, passed = self._per_token(part)
         layers, attending = self._num_layers(part), self._attending(part)
@@ -271,15 +280,15 @@ class StageSeconds:
         return matrices, keys, len(attending), launches
 
     def _attended(self, keys: Keys, tokens: Array) -> Array:
-        """(4 W, S, C) attended keys by window and kind of call, and keys per token by window:
-        attention of few tokens is less efficient."""
+        """Return (4 W, S, C): attended keys by window and kind of call, then keys per token by
+        window, since attention is less efficient with few tokens."""
         nothing = np.zeros_like(tokens)
         found = np.stack([keys.get(kind, nothing) for kind in product(self._windows, CALLS)])
         of_windows = found.reshape(len(self._windows), len(CALLS), *tokens.shape).sum(axis=1)
         return np.concatenate([found, of_windows / np.maximum(tokens, 1e-9)])
 
     def _exchanges_s(self, table: ChunkTable) -> Array:
-        """(S, C) the all-to-alls of one layer, those of all sizes of the process's places."""
+        """Return (S, C): seconds of one layer's all-to-alls in all places of each process."""
         total = np.zeros_like(table.tokens)
         for size, tokens in table.exchanged_tokens.items():
             total += 4 * self._sp_links[size].latency_s * (tokens > 0)
@@ -288,59 +297,60 @@ class StageSeconds:
 
     @cached_property
     def unshard_s(self) -> float:
-        """Seconds of the all-gather of the weights in compute dtype over their sharding group."""
+        """Seconds of the all-gather of all weights in compute dtype over their sharding group."""
         return self.gather_s(self._weights.floats)
 
     @cached_property
     def layer_gathers_s(self) -> float:
-        """Seconds of the all-gathers of its layers, one after the other."""
+        """Seconds of the all-gathers of the layers, one after the other."""
         return sum(map(self.gather_s, self._weights.float_layers()))
 
     def gather_s(self, num_parameters: int) -> float:
-        """Seconds of an all-gather of weights in compute dtype over the stage's sharding group."""
+        """Return the seconds of an all-gather of weights in compute dtype over their sharding
+        group."""
         return self._collective_s("all_gather", num_parameters * self._training.compute_bytes)
 
     @cached_property
     def reduce_s(self) -> float:
-        """Seconds in which the gradients of trained weights are reduced."""
+        """Seconds of reducing the gradients of all trained weights."""
         return self.sum_s(self._weights.trained)
 
     @cached_property
     def late_share(self) -> float:
-        """Share of the gradients that are of the embedding and the head."""
+        """Share of the gradients that belong to embedding and head."""
         return self._weights.beside_trained / max(1, self._weights.trained)
 
     def sum_s(self, num_parameters: int) -> float:
-        """Seconds in which gradients are added up: a reduce-scatter where they or the optimizer are
-        sharded, else an all-reduce."""
+        """Return the seconds of reducing gradients: a reduce-scatter under ZeRO, else an
+        all-reduce."""
         kind: Collective = "reduce_scatter" if self._training.zero_stage else "all_reduce"
         num_bytes = num_parameters * self._training.gradient_bytes
         return self._collective_s(kind, num_bytes) + self._moved_s(num_bytes / self._num_sharing)
 
     def _moved_s(self, num_bytes: float) -> float:
-        """Seconds in which bytes go to CPU memory where the weights lie there, or come from it."""
+        """Return the seconds of copying bytes to or from CPU memory if weights are offloaded."""
         is_there = self._training.offload_weights
         return self._hardware.links.host.seconds(num_bytes) if is_there else 0.0
 
     @cached_property
     def trained_gather_s(self) -> float:
-        """Seconds of the all-gather of its trained weights in compute dtype."""
+        """Seconds of the all-gather of the trained weights in compute dtype."""
         return self.gather_s(self._weights.trained)
 
     def _collective_s(self, kind: Collective, num_bytes: float) -> float:
-        """Seconds of a collective over all devices that hold the stage: over those of a group that
-        holds all weights and, of gradients, of each part between these groups."""
+        """Return the seconds of a collective over all devices of the stage: within groups that each
+        hold all weights and, for gradients, also between these groups (HSDP)."""
         own_s = self._in_group_s(kind, num_bytes)
         return own_s if kind == "all_gather" else own_s + self._between_groups_s(num_bytes)
 
     def _in_group_s(self, kind: Collective, num_bytes: float) -> float:
-        """Seconds of a collective in a group that holds all weights."""
+        """Return the seconds of a collective within a group that holds all weights."""
         links, devices = self._hardware.links, self._devices
         own = devices[: self._num_sharing]
         return links.collective_s(kind, num_bytes, len(own), links.num_nodes(own))
 
     def _between_groups_s(self, num_bytes: float) -> float:
-        """Seconds in which groups that each hold all weights add up gradients of so many bytes."""
+        """Return the seconds of the all-reduce of gradients between groups with all weights."""
         if self._num_groups == 1:
             return 0.0
         links, size = self._hardware.links, self._num_sharing
@@ -354,12 +364,12 @@ class StageSeconds:
 
     @property
     def _num_groups(self) -> int:
-        """Groups of devices that each hold all weights of the stage."""
+        """Number of groups of devices that each hold all weights of the stage."""
         return min(self._training.replicate, len(self._groups))
 
     @cached_property
     def between_s(self) -> float:
-        """Seconds in which groups that each hold all weights add up the gradients of the layers."""
+        """Seconds of the all-reduce of layer gradients between groups with all weights."""
         return self._between_groups_s(self._layer_gradients)
 
     @property
@@ -370,26 +380,26 @@ class StageSeconds:
 
     @property
     def _num_sharing(self) -> int:
-        """Devices that share the stage's state."""
+        """Devices that share the stage's weights and optimizer state."""
         return len(self._devices) // self._num_groups
 
     def _gathered_s(self, *, backward: bool) -> float:
-        """Seconds of the weights that come with a pass, and of gradients that go with it."""
-        if self._training.gathers:  # this runtime: those of the layers, in a group
+        """Return the seconds in which a pass gathers weights and, if `backward`, reduces."""
+        if self._training.gathers:  # this runtime: of the layers only, within a group
             sums_s = self._in_group_s("reduce_scatter", self._layer_gradients) if backward else 0.0
             return self.layer_gathers_s + sums_s
         return self.unshard_s + (self.reduce_s if backward else 0.0)
 
     def _sp_link(self, size: int, devices: range) -> Link:
-        """The link of the all-to-all of places of `size` among the `devices` of a sequence-parallel
-        group, over the most nodes that a place of that size touches."""
+        """Return the link for all-to-alls in places of `size` among `devices` of a pool, for the
+        place that spans most nodes."""
         links = self._hardware.links
         starts = range(devices.start, devices.stop, size)
         nodes = max(links.num_nodes(range(at, at + size)) for at in starts)
         return links.effective("all_to_all", size, nodes)
 
     def _per_token(self, part: PassPart) -> tuple[float, float]:
-        """FLOPs of matrices, and bytes of saved tensors that pass, per token."""
+        """Return FLOPs of matrices and bytes of saved tensors read or written, per token."""
         linear, frozen = self._linear_flops, self._training.lora is not None
         match part.work:
             case "head":
@@ -403,7 +413,7 @@ class StageSeconds:
                 linear = sum(layer.flops for layer in self._layers[: part.layers])
                 return linear + adapters, sum(self._saved[: part.layers])
             case "to last kv":
-                # what is behind the last layer's K,V projection is left out
+                # without the last layer's matrices after its K,V projection
                 last = self._layers[-1]
                 tail = 2 * (last.matrices - last.before_kv)
                 passed = sum(self._saved) - self._saved[-1] * tail / last.flops
@@ -412,7 +422,7 @@ class StageSeconds:
                 return linear + self._lora, sum(self._saved)
 
     def _unpacking_s(self, part: PassPart) -> float:
-        """Seconds in which the products of a part make their weights of codes in 4 bits."""
+        """Return the seconds in which a part dequantizes its 4-bit weights."""
         training = self._training
         if training.packed_bytes is None:
             return 0.0
@@ -423,13 +433,13 @@ class StageSeconds:
         return sum(weights) * each_bytes / self._hardware.unpacking_bytes_per_s
 
     def _num_layers(self, part: PassPart) -> int:
-        """Layers that the part passes; none behind the last."""
+        """Return the number of layers that the part runs; 0 for the head."""
         if part.work in HEADS:
             return 0
         return part.layers if part.work == "first layers" else self._height
 
     def _attending(self, part: PassPart) -> list[int]:
-        """Layers of the stage whose attention runs."""
+        """Return the layers of the stage whose attention runs."""
         first, stop = part.remembered, self._num_layers(part) - (part.work == "to last kv")
         if part.work == "backward":
             first = 0
@@ -440,8 +450,8 @@ class StageSeconds:
         return self._hardware.attention_backward if backward else self._hardware.attention_forward
 
     def _key_s(self, part: PassPart, call: Call = "full") -> list[float]:
-        """Seconds of an attended key in each layer, in long calls of a kind. Fused kernels that
-        take neither windows nor wide heads leave them to the kernel of packed slices."""
+        """Return the seconds per attended key in each layer, in long calls of a kind. Fused kernels
+        support neither windows nor wide heads; these use the kernel of packed slices."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
         of, on_card = self._attention(part), self._hardware.device_type == "cuda"
         is_wide = self._shape.head_dim > _FUSED_HEAD_DIM
@@ -454,11 +464,11 @@ class StageSeconds:
         ]  # fmt: skip
 
     def _exchange_s(self, size: int) -> float:
-        """Seconds per token of a place's slices in the exchanges of one layer, without latencies:
-        q and the output stay within an inner group, K,V of the process's heads come from the whole
-        place (all-to-all with gathered keys: DeepSpeed Ulysses' heads within LoongTrain's second
-        dimension, whose ring is replaced). The backward moves as much: dO in, then dq, and dK,dV
-        from every inner group."""
+        """Return the seconds per token for exchanging a place's slices in one layer, without
+        latencies. Queries and outputs are exchanged within an inner place; K,V of the process's
+        heads are gathered from the whole place (DeepSpeed Ulysses within LoongTrain's second
+        dimension, with a gather in place of its ring). The backward moves as many bytes: dO, dq,
+        and dK,dV from each inner place."""
         shape, inner = self._shape, self._shape.inner_size(size)
         element = self._training.compute_bytes
         q_bytes = 2 * shape.q_size / size * (inner - 1) / inner * element
@@ -468,7 +478,7 @@ class StageSeconds:
         return q_bytes / near.bytes_per_s + kv_bytes / link.bytes_per_s
 
     def _waits_s(self, part: PassPart, table: ChunkTable) -> Array:
-        """(S, C) seconds that the part waits for streamed K,V."""
+        """Return (S, C): seconds that the part waits for streamed K,V."""
         attending, tokens = self._attending(part), table.tokens
         total = np.zeros_like(tokens)
         if not attending:
@@ -486,8 +496,8 @@ class StageSeconds:
         return total
 
     def _stall_s(self, tokens: Array, own_s: Array, keys_s: Array, load_s: Array) -> Array:
-        """(S, C) seconds that one layer waits for its prefix, cut into blocks (FPDT's two buffers:
-        the first block loads while the layer's own part computes)."""
+        """Return (S, C): seconds that one layer waits for its prefix, which is loaded in blocks
+        with two buffers (FPDT): the first block loads while the chunk's own tokens compute."""
         blocks = np.maximum(np.ceil(tokens / self._segment_tokens), 1)
         load, block = load_s / blocks, keys_s / blocks
         waited = np.maximum(own_s, load) + (blocks - 1) * np.maximum(block, load) + block
@@ -495,11 +505,11 @@ class StageSeconds:
         return stall
 
     def _loads_s(self, tokens: Array, backward: bool) -> Array:
-        """(S, C) seconds that one layer's prefix takes to arrive, in whole segments."""
+        """Return (S, C): seconds for loading one layer's prefix, in whole segments."""
         assert self._stream is not None
         training = self._training
         segments = np.ceil(tokens / self._segment_tokens)
-        # gradients of all segments but the newest come in, and go out on the other direction
+        # gradients of all but the newest segments are loaded; writing them back overlaps
         cold = np.maximum(segments - NUM_HOT, 0) * backward
         each = self._segment_tokens * self._shape.stored_size
         loaded = each * (segments * training.compute_bytes + cold * training.kv_gradient_bytes)
@@ -510,26 +520,26 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Arrays of one shape, (S, C) in general."""
+    """Work of each process on each chunk, as arrays of one shape, usually (S, C)."""
 
     tokens: Array
-    """Tokens that each process holds of each chunk."""
+    """Tokens of the chunk on the process."""
     num_slices: Array
-    """Calls of attention on each process: one for a slice, two where inner groups divide its rows,
-    of which each takes an early and a late part, so that all have equally many keys."""
+    """Calls of attention: one per slice, two if inner places divide its rows (an early and a late
+    part for each, so that all have equally many keys)."""
     exchanged_tokens: dict[int, Array]
-    """size of a place, more than 1 -> tokens of the slices on the process's place of that size."""
+    """size of a place (2 or more) -> tokens of slices on the process's place of that size."""
     local_keys: Keys
-    """Keys of slices on one process that are computed: the attended ones, and those that share a
-    tile with them behind the mask. What is missing are none."""
+    """Computed keys of slices on one process: attended ones, and masked ones in the same tiles.
+    A missing entry means none."""
     shared_keys: Keys
-    """The process's part of the computed keys of slices on larger places."""
+    """The process's share of the computed keys of slices on larger places."""
     prefix_tokens: dict[int | None, Array]
-    """window -> stored tokens that the process reads before its slices, in units of whole heads: of
-    a prefix it counts the share of the heads that it keeps."""
+    """window -> stored tokens that the process reads as prefixes, each times the share of the heads
+    that the process stores."""
 
     def prefix_keys(self, window: int | None) -> Array:
-        """(S, C) attended keys that lie in those prefixes, in the same units."""
+        """Return (S, C): the process's share of the attended keys in prefixes."""
         found: Array = self.local_keys[window, "full"] + self.shared_keys[window, "full"]
         return found
 
@@ -541,9 +551,9 @@ def chunk_table(
     tile_tokens: int = 0,
     position: Callable[[Slice], int] = attrgetter("start"),
 ) -> ChunkTable:
-    """The table of a model's chunks. `tile_tokens`: keys of a tile of attention; of the one that
-    the diagonal cuts, on average half is computed in vain. `position`: that of a slice's first
-    token, for sequences that branch."""
+    """Return the table of a model's chunks. `tile_tokens`: keys per tile of attention; half of the
+    tile on the diagonal is computed in vain on average. `position` returns the position id of a
+    slice's first token, for sequences that branch."""
     kinds = list(dict.fromkeys(model.windows))
     shape = (sp_size, len(chunks))
     sizes = {piece.place.size for chunk in chunks for piece in chunk.slices} - {1}
@@ -579,9 +589,9 @@ def chunk_table(
 
 
 def calls_of(model: ModelShape, size: int) -> int:
-    """Calls of attention of a slice on each process of a place: zigzag balances causal attention,
-    as in context parallelism: where inner groups divide a slice's rows, group b of c has the parts
-    b and 2 c - 1 - b of 2 c."""
+    """Return the calls of attention per slice on each process of a place: 1, or 2 if inner places
+    divide its rows. As in context parallelism, a zigzag balances causal attention: inner place b of
+    c has parts b and 2 c - 1 - b of 2 c."""
     return 1 + (model.inner_size(size) < size)
 
 
@@ -590,8 +600,8 @@ ATTENTION_BACKWARD = 2.5
 
 
 def attended_keys(start: int, stop: int, window: int | None = None) -> int:
-    """(query, key) pairs of tokens [start, stop) of one sequence: token t sees min(t + 1, window)
-    keys, those of its prefix included."""
+    """Return the (query, key) pairs of tokens [start, stop) of one sequence: token t sees
+    min(t + 1, window) keys, including its prefix."""
     if window is None:
         return (stop * (stop + 1) - start * (start + 1)) // 2
     full = min(max(window, start), stop)  # from this token on the window is full
@@ -600,7 +610,7 @@ def attended_keys(start: int, stop: int, window: int | None = None) -> int:
 
 
 def sequence_flops(shape: ModelShape, seq_len: int) -> tuple[float, float]:
-    """FLOPs of one whole sequence's forward through the whole model, head included: those of
+    """Return the forward FLOPs of one whole sequence through the model with head: those of
     matrices, and those of attention."""
     keys = {window: float(attended_keys(0, seq_len, window)) for window in {*shape.windows}}
     attention = sum(layer.key_flops * keys[layer.window] for layer in shape.layers)
@@ -610,16 +620,16 @@ def sequence_flops(shape: ModelShape, seq_len: int) -> tuple[float, float]:
 def step_flops(
     shape: ModelShape, seq_lens: Iterable[int], *, has_frozen_base: bool, masked: bool = True
 ) -> float:
-    """Model FLOPs of a step's forwards and backwards over whole sequences, for an MFU.
+    """Return the model FLOPs of a step's forwards and backwards over whole sequences, for MFU.
 
-    As PaLM counts them (Chowdhery et al., 2022, appendix B), and torchtitan after it
-    (`num_flops_per_token`): 6 per token and parameter of a matrix, the head included, and
-    12 * layers * heads * head dim * T for attention over T keys, here T of each sequence. A
-    backward is two forwards; what is recomputed does not count. Matrices of a frozen base have no
-    gradient: 4 in the place of 6, and adapters are left out.
+    They are counted as in PaLM (Chowdhery et al., 2022, appendix B) and torchtitan
+    (`num_flops_per_token`): 6 per token and parameter of a matrix, including the head, and
+    12 * layers * heads * head dim * T for attention over the T keys of each sequence. A backward
+    counts as two forwards, recomputation does not count. Matrices of a frozen base have no
+    gradient: they count 4 instead of 6, and adapters are left out.
 
-    `masked`: count the keys alone that the causal mask and windows leave, about half of PaLM's.
-    Without it a token attends T keys, or the window of a layer that has one.
+    `masked`: count only keys inside the causal mask and windows, about half of PaLM's. Otherwise
+    each token attends to T keys, or to the window of a layer that has one.
     """
     linear, total = 2 if has_frozen_base else 3, 0.0
     for seq_len in seq_lens:

@@ -1,4 +1,4 @@
-"""ModelShape: a decoder as plain numbers, as `models.describe` measures them; known ones by name.
+"""ModelShape: a decoder as plain numbers, which `models.describe` measures; known models by name.
 
 N query heads, K key-value heads, H head dim, D hidden size, F MLP width, V vocabulary
 """
@@ -20,60 +20,61 @@ from furlong.files import user_cache, write_json
 from furlong.plan.rows import inner_size
 
 Matrix = tuple[str, int, str, int]
-"""Name, widths in and out (of all experts together), kind and number of weights of what may have
-adapters: a linear layer where tokens meet ("mixer") or not ("mlp"), or a "bare" parameter."""
+"""(name, in features, out features over all experts, kind, number of weights) of a module that can
+have adapters. Kinds: a linear layer of attention or a recurrence ("mixer") or of an MLP ("mlp"), or
+a "bare" parameter."""
 NO_ATTENTION = 1
-"""The window of a layer without attention: a token sees itself alone."""
+"""Window of a layer without attention: a token sees only itself."""
 SavedBytes = tuple[float, float, float, float]
-"""Bytes per token that autograd saves: of trained weights, and of frozen ones with adapters in
-attention, in the MLP, in both."""
+"""Bytes per token that autograd saves: with all weights trained, and with frozen weights and
+adapters in attention, in the MLP, or in both."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer. FLOPs, widths and bytes are those of one token."""
+    """One layer. FLOPs, widths and bytes are per token."""
 
     parameters: int
-    """Those that are counted with this layer; what several share is counted with the first."""
+    """Parameters of the layer; those shared by several layers count for the first."""
     matrices: int
-    """Parameters of the matrices that one token is multiplied with."""
+    """Parameters of the matrices that multiply one token."""
     before_kv: int
-    """Parameters among `matrices` that a token meets before its K,V, or its state, are there."""
+    """Parameters among `matrices` that are needed for a token's K,V or its state."""
     expert_parameters: int = 0
-    """Parameters of all experts among which a router chooses."""
+    """Parameters of all routed experts."""
     num_experts: int = 1
     num_active: int = 1
-    """Experts that one token visits."""
+    """Experts per token."""
     width: int = 0
-    """F: the width of what one token passes through in MLP and experts."""
+    """F: intermediate width of MLP and experts that one token passes."""
     window: int | None = NO_ATTENTION
-    """Sliding window in tokens, the token itself included; None: sees all; 1: no attention."""
+    """Sliding window in tokens, including the token itself; None: full; 1: no attention."""
     key_flops: int = 0
     """FLOPs of one (query, key) pair over all heads; 0 without attention."""
     query_size: int = 0
     """N * H: the width of one token's queries."""
     output_size: int = 0
-    """The width of what attention gives."""
+    """Width of the attention output."""
     kv_width: int = 0
-    """The width of one token's keys and values together, as attention reads them."""
+    """Width of one token's keys and values together, as attention reads them."""
     stored: int = 0
-    """Numbers of one token in the KV store: K and V, or the vector that they are made of."""
+    """Elements per token in the KV store: K and V, or the latent that they are computed from."""
     state_float32: int = 0
-    """Numbers of the states that leave a chunk, in float32."""
+    """Elements of the recurrent states at the end of a chunk, in float32."""
     state_columns: int = 0
-    """Numbers of the states that leave a chunk, in compute dtype."""
+    """Elements of the recurrent states at the end of a chunk, in compute dtype."""
     scan_flops: int = 0
     """FLOPs of the recurrence and its convolution."""
     adaptable: tuple[Matrix, ...] = ()
-    """Linear layers and bare parameters of the layer, which adapters may change."""
+    """Linear layers and bare parameters that can have adapters."""
     saved: tuple[SavedBytes, SavedBytes] = ((0.0,) * 4, (0.0,) * 4)
-    """By dtype (2 and 4 bytes an element)."""
+    """Saved bytes for dtypes of 2 and of 4 bytes."""
     scan_saved: tuple[float, float] = (0.0, 0.0)
-    """Bytes among `saved` that recurrences save, by dtype, all weights trained."""
+    """Bytes among `saved` of recurrences, by dtype, with all weights trained."""
 
     @property
     def flops(self) -> int:
-        """FLOPs of a token's forward, attention apart."""
+        """FLOPs of a token's forward without attention."""
         return 2 * self.matrices + self.scan_flops
 
     @property
@@ -86,27 +87,27 @@ class LayerShape:
 
     @property
     def unvisited(self) -> float:
-        """Share of the experts that a token does not visit."""
+        """Share of the experts that are inactive for a token."""
         return 1 - self.num_active / self.num_experts
 
     @property
     def idle_parameters(self) -> int:
-        """Parameters of the experts that a token does not visit."""
+        """Parameters of the experts that are inactive for a token."""
         return self.expert_parameters // self.num_experts * (self.num_experts - self.num_active)
 
     @property
     def linear_parameters(self) -> int:
-        """Parameters of linear layers, and of a router."""
+        """Parameters of linear layers and of a router, without experts."""
         visited = self.expert_parameters // self.num_experts * self.num_active
         return min(self.parameters, self.matrices - visited)
 
     def state_bytes(self, element_bytes: int) -> int:
-        """Bytes of the state at the end of a chunk."""
+        """Return the bytes of the states at the end of a chunk."""
         return max(4, element_bytes) * self.state_float32 + element_bytes * self.state_columns
 
 
 def of_dtype(by_dtype: tuple[SavedBytes, SavedBytes], element_bytes: int, adapters: int) -> float:
-    """Saved bytes in a dtype; `adapters`: 0 without, 1 in attention, 2 in the MLP, 3 in both."""
+    """Return the saved bytes for a dtype; `adapters`: 0 none, 1 attention, 2 MLP, 3 both."""
     wide = max(1, element_bytes // 4)  # float64 saves as many tensors as float32
     return by_dtype[element_bytes > 2][adapters] * wide
 
@@ -125,18 +126,18 @@ class ModelShape:
     tied_head: bool
     layers: tuple[LayerShape, ...]
     entrance_parameters: int = 0
-    """Parameters beside the embedding at the decoder's entrance."""
+    """Parameters before the layers other than the embedding."""
     final_parameters: int = 0
-    """Parameters behind the layers beside the head's matrix: the final norm's, the head's bias."""
+    """Parameters after the layers other than the head's matrix: the final norm, the head's bias."""
     final_saved: tuple[SavedBytes, SavedBytes] = ((0.0,) * 4, (0.0,) * 4)
-    """Bytes per token that are saved beside the layers, the final hidden states included."""
+    """Bytes per token that are saved outside the layers, including the final hidden states."""
     layers_name: str = "model.layers"
-    """The name of the list of layers in the model."""
+    """Qualified name of the model's list of layers."""
     num_positions: int | None = None
-    """Positions that the model knows; None where its config names no number."""
+    """Maximum number of positions; None if the config does not give one."""
 
     def __hash__(self) -> int:
-        """Quick, for a shape is part of many keys: of few sizes, and none of the layers' values."""
+        """Return a cheap hash over a few sizes, since a shape is part of many keys."""
         return hash((self.num_layers, self.hidden_size, self.num_kv_heads, self.vocab_size))
 
     @property
@@ -150,7 +151,7 @@ class ModelShape:
 
     @cached_property
     def q_size(self) -> int:
-        """N * H: the width of one token's queries, and of what attention gives."""
+        """N * H: the width of one token's queries and attention output."""
         return max((layer.query_size + layer.output_size) // 2 for layer in self.layers)
 
     @cached_property
@@ -160,36 +161,37 @@ class ModelShape:
 
     @cached_property
     def stored_size(self) -> int:
-        """Numbers of one token that a layer with attention keeps for later chunks."""
+        """Elements per token that a layer with attention stores for later chunks."""
         return max(layer.stored for layer in self.layers)
 
     def inner_size(self, place_size: int) -> int:
-        """Processes of a place that divide the heads among them (`plan.rows.inner_size`)."""
+        """Return the processes of a place (sequence-parallel group) that divide the heads
+        (`plan.rows.inner_size`)."""
         return inner_size(place_size, self.num_heads, self.num_kv_heads)
 
     def kv_share(self, place_size: int) -> float:
-        """Share of a layer's K,V heads, at least one head, that each process of a place gets and
-        keeps of all tokens: the same for as many processes as an inner group has."""
+        """Return the share of a layer's K,V heads (at least one head) that each process of a place
+        receives and stores for all tokens."""
         return max(1 / self.inner_size(place_size), 1 / self.num_kv_heads)
 
     @cached_property
     def is_recurrent(self) -> bool:
-        """Whether a state goes from chunk to chunk in any layer."""
+        """Whether any layer passes a recurrent state from chunk to chunk."""
         return any(layer.is_recurrent for layer in self.layers)
 
     @property
     def whole(self) -> str:
-        """Why the decoder is not divided between layers, as the end of "which ..."; "" if it is."""
+        """Reason why the decoder cannot be cut between layers, as the end of "which ..."; or ""."""
         return family_of(self.family).whole
 
     @cached_property
     def has_latents(self) -> bool:
-        """Whether the store holds narrower vectors than the keys and values made of them."""
+        """Whether the store holds latents that are narrower than their keys and values (MLA)."""
         return any(0 < layer.stored < layer.kv_width for layer in self.layers)
 
     @cached_property
     def token_flops(self) -> int:
-        """FLOPs of a token's forward through the whole model, attention apart, head included."""
+        """FLOPs of a token's forward through the model with head, without attention."""
         return sum(layer.flops for layer in self.layers) + 2 * self.embedding_parameters
 
     @property
@@ -204,11 +206,11 @@ class ModelShape:
 
     @property
     def num_active_parameters(self) -> int:
-        """`num_parameters` without the experts that a token does not visit."""
+        """`num_parameters` without experts that are inactive for a token."""
         return self.num_parameters - sum(layer.idle_parameters for layer in self.layers)
 
     def to_values(self) -> dict[str, Any]:
-        """Plain values; layers that are alike are written once."""
+        """Return plain values, in which equal layers are written once."""
         kinds = list(dict.fromkeys(self.layers))
         values = {name: value for name, value in vars(self).items() if name in _FIELDS}
         return values | {
@@ -218,7 +220,7 @@ class ModelShape:
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> ModelShape:
-        """The shape of such values. Raises KeyError or TypeError for others."""
+        """Return the shape of values from `to_values`. Raises KeyError or TypeError for others."""
         own = {name: _tuples(value) for name, value in values.items()}
         kinds = [
             LayerShape(**{name: _tuples(value) for name, value in layer.items()})
@@ -238,7 +240,7 @@ def _tuples(value: Any) -> Any:
 
 @cache
 def known_models() -> dict[str, dict[str, Any]]:
-    """By name, the config of each known model and its shape, as scripts/known_models.py made it."""
+    """Return the config and shape of each known model by name (scripts/known_models.py)."""
     text = Path(__file__).with_name("known_models.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = json.loads(text)
     return found
@@ -250,33 +252,34 @@ def _known_shape(name: str) -> ModelShape:
 
 
 def is_known_model(name: str) -> bool:
-    """Whether a name is a known model's, bare or with its publisher on the hub; what others publish
-    under it may be another model."""
+    """Whether `name` is a known model, alone or with its publisher on the Hub. Repositories of
+    other publishers under that name may hold other models."""
     publisher, _, last = name.lower().rpartition("/")
     own = next((own for start, own in _PUBLISHERS.items() if last.startswith(start)), "")
     return last in {known.lower() for known in known_models()} and publisher in ("", own)
 
 
 def known_name(name: str) -> str:
-    """The name of a known model, as it is written. Raises ConfigError that names the nearest."""
+    """Return the spelling of a known model's name. Raises ConfigError that suggests the nearest."""
     names = {known: known for known in known_models()}
     return look_up(name, names, kind="model", source="the model's name")
 
 
 def known_config(name: str) -> dict[str, Any]:
-    """The config of a known model by its name on the hub; empty for others."""
+    """Return the config of a known model by its name on the Hub; empty for others."""
     last = name.rpartition("/")[2]
     return known_models()[known_name(last)]["config"] if is_known_model(name) else {}
 
 
 def model_shape(name: str) -> ModelShape:
-    """The shape of a model by name. Raises ConfigError that names the nearest."""
+    """Return the shape of a known model. Raises ConfigError that suggests the nearest name."""
     return _known_shape(known_name(name))
 
 
 def cached_shape(about: Mapping[str, Any], measure: Callable[[], ModelShape]) -> ModelShape:
-    """The shape of a model as it was measured before by the same furlong, torch and transformers,
-    else as `measure` finds it. `about`: a config.json, as parsed, and what is made of it."""
+    """Return a model's shape from the user's cache or, unless the same versions of furlong, torch
+    and transformers have measured it before, from `measure`. `about`: the key, a parsed config.json
+    and how the model is built from it."""
     fields = sorted(LayerShape.__dataclass_fields__)
     measuring = sorted((Path(__file__).parents[1] / "models").glob("*.py"))
     sources = [hashlib.sha256(file.read_bytes()).hexdigest() for file in measuring]
