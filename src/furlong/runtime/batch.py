@@ -1,19 +1,18 @@
 """The sequences of a step and the rows of a chunk: ids, labels, extras, shared prefixes.
 
 Labels are shifted before cutting: the label of a chunk's last token is the first token of the next.
-Where a sequence branches, a token has as many labels as there are tokens that follow it. A process
-without a token has one row of no sequence, without a label.
+Where a sequence branches, a token has one label per branch. A process without tokens of a chunk
+has one row without sequence and label.
 
-Extras are tensors per token, of the caller's own names. Entry t of each is about token t, as its
-label is. It is shifted with the labels, so that it meets the hidden state that predicts token t.
+Extras are tensors per token under the caller's names. Entry t is about token t, like its label,
+and is shifted with it, to the hidden state that predicts token t.
 
-Sequences that begin alike are joined to trees: what they share is computed once. Equal first tokens
-at equal positions have equal hidden states. They are compared token by token, and shared where they
-make at least a chunk; so are those behind a fork, as agents' traces have them. What each sequence
-is, its labels and whatever is computed of its tokens stay its own.
+Sequences with equal first tokens are joined into trees, whose shared prefix is computed once: equal
+tokens at equal positions have equal hidden states. A prefix is shared if it is at least a chunk
+long, also after a fork, as in agents' traces. Labels, extras and outputs stay per sequence.
 
     T  rows of the process;  R  labels of these rows;  B  rows of a padded batch
-    i  number of a sequence in its call;  `seq_id`  one of a tree, as the plan numbers them
+    i  index of a sequence in the call;  `seq_id`  index of a (joined) sequence in the plan
 """
 
 from __future__ import annotations
@@ -46,51 +45,51 @@ class ShiftedSequence:
     labels: Tensor  # (T,) int64, label t is what token t predicts
     first_position: int = 0
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """By name: (T, ...), entry t about token t."""
+    """Name -> (T, ...), entry t about token t."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of a sequence of the call, in one of the plan."""
+    """Consecutive tokens of a sequence of the call, and where they are in the plan's."""
 
     sequence: int
-    """The number of that sequence in its call."""
+    """Index of the sequence in the call."""
     token: int
-    """The number of the first token in that sequence."""
+    """Index of the first token in that sequence."""
     start: int
-    """Where in the plan's sequence the tokens lie: [start, stop)."""
+    """The tokens are [start, stop) of the plan's sequence."""
     stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedSequence:
-    """A sequence of the plan: one of the call's, or several that share what they begin with."""
+    """A sequence of the plan: one of the call's, or a tree of several with a shared prefix."""
 
     input_ids: Tensor  # (T,) int64
     first_position: int
     spans: tuple[Span, ...]
-    """One; of a joined or branching sequence those of all paths."""
+    """One span; for trees and branching sequences those of all paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences of a step, and how those of its plan are made of them."""
+    """The sequences of a step, and how the plan's sequences are composed of them."""
 
     sequences: Sequence[ShiftedSequence]
-    """By number in the call; those that are not here are empty."""
+    """By index in the call; empty ones are on other processes."""
     planned: Sequence[JoinedSequence]
     """By `seq_id`."""
     seq_lens: Sequence[int]
-    """Tokens of each sequence of the call, wherever it is."""
+    """Tokens of each sequence of the call, on whatever process."""
     num_labels: int | None
-    """Labels of the whole batch; None where this process does not know them."""
+    """Labels of the whole batch; None if this process lacks some of its sequences."""
     forks: Forks = field(default_factory=dict)
     weights: Sequence[float] | None = None
-    """By number in the call, how often a sequence's loss counts in the gradient; None: once."""
+    """By index in the call, factors of the loss in the gradient; None: 1."""
 
     def within(self, seq_id: int, start: int, stop: int) -> Iterator[tuple[int, range, int]]:
-        """(i, its tokens, the distance of the first one from `start`) of all that lies in [start,
-        stop) of a sequence of the plan; tokens that several sequences share come with each."""
+        """Yield (i, range of tokens, offset of the first one from `start`) for the call's sequences
+        in [start, stop) of a plan's sequence. Shared tokens are yielded with each sequence."""
         for span in self.planned[seq_id].spans:
             tokens = range(max(start, span.start), min(stop, span.stop))
             if tokens:
@@ -98,23 +97,22 @@ class Batch:
                 yield span.sequence, range(first, first + len(tokens)), tokens.start - start
 
     def runs(self, rows: ChunkRows) -> Iterator[tuple[int, range, int]]:
-        """(i, its tokens, the row of the first one) of all that lies in a chunk."""
+        """Yield (i, range of tokens, row of the first one) for the call's sequences in a chunk."""
         for (seq_id, start, stop), row in rows.runs():
             for index, tokens, distance in self.within(seq_id, start, stop):
                 yield index, tokens, row + distance
 
     def labels_of(self, index: int, tokens: range) -> tuple[Tensor, Tensor]:
-        """Which of a sequence's tokens, from the first of them on, have a label (r,); the labels
-        (r,)."""
+        """Return the indices within `tokens` that have a label (r,), and the labels (r,)."""
         rows = labelled_rows(labels := self.sequences[index].labels[tokens.start : tokens.stop])
         return rows, labels[rows]
 
     def members(self, piece: Slice) -> set[int]:
-        """The sequences of the call that have tokens in a slice."""
+        """Return the call's sequences that have tokens in a slice."""
         return {i for i, *_ in self.within(piece.seq_id, piece.start, piece.stop)}
 
     def extras_of(self, targets: ChunkTargets) -> dict[str, Tensor]:
-        """The extras (R, ...) of a chunk's labels, on their device."""
+        """Return the extras (R, ...) of a chunk's labels, on their device."""
         names = self.sequences[targets.tokens[0][0]].extras if targets.tokens else ()
         return {
             name: sent_to(
@@ -126,8 +124,8 @@ class Batch:
 
 
 def batch_of(sequences: Sequence[ShiftedSequence], seq_lens: Sequence[int] | None = None) -> Batch:
-    """A batch whose plan has the same sequences. `seq_lens`: with those that are not here, which
-    are empty."""
+    """Return a batch without joined sequences. `seq_lens`: full lengths, where some of `sequences`
+    are empty because they are on other processes."""
     lens = [len(s.input_ids) for s in sequences]
     is_whole = seq_lens is None or lens == list(seq_lens)
     planned = [
@@ -140,26 +138,26 @@ def batch_of(sequences: Sequence[ShiftedSequence], seq_lens: Sequence[int] | Non
 
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
-    """The inputs of a chunk, which live from its first pass to its last one."""
+    """The inputs of a chunk, kept from its first pass to its last."""
 
     input_ids: Tensor  # (T,) int64
-    position_ids: Tensor  # (T,) int64, from each slice's own place in its sequence
+    position_ids: Tensor  # (T,) int64, positions in each slice's sequence
     rows: ChunkRows
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTargets:
-    """The labels of a chunk, which live while its loss is computed."""
+    """The labels of a chunk, kept while its loss is computed."""
 
     labels: Tensor  # (R,) int64, shifted
     labelled_rows: Tensor  # (R,) int64, the row of each label
     rows: ChunkRows
     tokens: Sequence[tuple[int, Tensor]]
-    """(i, those of its tokens (r,) that are the labels), run by run, in their order."""
+    """(i, indices (r,) of its tokens that are the labels) for each run, in order."""
 
 
 def labelled_chunks(plan: ChunkPlan, batch: Batch) -> set[int]:
-    """The chunks that have a label."""
+    """Return the chunks with at least one label."""
     return {
         number
         for number, chunk in enumerate(plan.chunks)
@@ -177,8 +175,8 @@ def chunk_inputs(
     device: torch.device,
     branches: Mapping[tuple[int, int], int] | None = None,
 ) -> ChunkInputs:
-    """The inputs of a process's rows of one chunk, on their way to the device. `branches`: by
-    sequence and first token, the position of runs for which it is another than that token."""
+    """Return the inputs of a process's rows of one chunk, copied asynchronously. `branches`:
+    (sequence, first token) -> start position, for runs whose position is not their token index."""
     ids, positions = [], []
     for (seq_id, start, stop), _ in rows.runs():
         sequence = batch.planned[seq_id]
@@ -187,13 +185,13 @@ def chunk_inputs(
         positions.append(torch.arange(first, first + stop - start, device="cpu"))
     if not rows.tokens:
         ids = positions = [torch.zeros(1, dtype=torch.int64, device="cpu")]
-    # of one run they are the sequence's own: on a CPU a copy of all ids would live for the step
+    # a single run is a view of the sequence: on a CPU copies of all ids would live for the step
     sent = [sent_to(device, torch.cat(x) if len(x) > 1 else x[0]) for x in (ids, positions)]
     return ChunkInputs(sent[0], sent[1], rows)
 
 
 def chunk_targets(rows: ChunkRows, batch: Batch, device: torch.device) -> ChunkTargets:
-    """The labels of a process's rows of one chunk, on their way to the device."""
+    """Return the labels of a process's rows of one chunk, copied asynchronously."""
     none = torch.zeros(0, dtype=torch.int64, device="cpu")
     labels, labelled, found = [none], [none], []
     for index, tokens, row in batch.runs(rows):
@@ -206,7 +204,7 @@ def chunk_targets(rows: ChunkRows, batch: Batch, device: torch.device) -> ChunkT
 
 
 def sent_to(device: torch.device, x: Tensor) -> Tensor:
-    """A copy on the device, for which the host does not wait."""
+    """Copy a tensor to the device, from pinned memory and asynchronously on CUDA."""
     if device.type == "cuda" and not x.is_cuda:
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
@@ -219,12 +217,16 @@ def _at(x: Tensor, tokens: Tensor) -> Tensor:
 def shift_labels(
     sequences: object, *, extras: Collection[str] | None = (), needs_labels: bool = True
 ) -> list[ShiftedSequence]:
-    """Check sequences of unshifted labels and shift them by one token; shifted ones stay.
+    """Check sequences and shift their labels by one token; a ShiftedSequence is returned as is.
 
-    `extras`: names of which a sequence must have one that has extras at all; None: any. Without
-    `needs_labels`, and beside weights, the ids are the labels that are left out. Raises DataError
-    for what is no such list, for other keys, for tensors of other dtypes or lengths, and for extras
-    that require a gradient or that not all sequences have.
+    Args:
+        sequences: Dicts with input_ids, labels (T,) int64 and extras (T, ...).
+        extras: If given, a sequence with extras must have at least one of these; None: any names.
+        needs_labels: If False, or with token weights, missing labels are the input_ids.
+
+    Raises:
+        DataError: For other types, keys, dtypes or lengths, and for extras that require a gradient
+            or that some sequences lack.
     """
     if not isinstance(sequences, Iterable) or isinstance(sequences, Mapping | Tensor | str):
         raise refused_data(f"sequences of type {type(sequences).__name__}", "a list of sequences")
@@ -270,10 +272,8 @@ def _shift(
 
 
 def whole_number(value: object, name: str) -> int:
-    """A whole number above 0 as an int: also one of numpy, or a tensor of one integer.
-
-    Raises ConfigError, with the argument's name, for anything else.
-    """
+    """Return a positive integer as an int, also from numpy or a one-element tensor. Raises
+    ConfigError, with the argument's name, for anything else."""
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -289,13 +289,13 @@ def whole_number(value: object, name: str) -> int:
 
 
 def check_ranges(sequences: Sequence[ShiftedSequence], model: HFDecoder) -> None:
-    """Raise DataError for ids without an embedding, labels without a logit, too long sequences."""
+    """Raise DataError for ids without an embedding, labels without a logit, or long sequences."""
     num_input_ids, vocab_size, longest_tokens = (
         model.num_input_ids, model.vocab_size, model.longest_tokens,
     )  # fmt: skip
     for index, sequence in enumerate(sequences):
         num_tokens = len(sequence.input_ids)
-        if not num_tokens:  # another rank has it
+        if not num_tokens:  # on another rank
             continue
         last_position = sequence.first_position + num_tokens
         if longest_tokens is not None and last_position > longest_tokens:
@@ -322,7 +322,7 @@ def check_ranges(sequences: Sequence[ShiftedSequence], model: HFDecoder) -> None
 
 
 def require_seq_lens(seq_lens: Iterable[object]) -> list[int]:
-    """Lengths of sequences as ints. Raises ConfigError for what is no whole number."""
+    """Return sequence lengths as ints. Raises ConfigError for other values."""
     lens = [whole_number(seq_len, "seq_lens") for seq_len in seq_lens]
     if not lens:
         raise refused_data("no sequences", "at least one sequence", "leave such a call out")
@@ -330,7 +330,7 @@ def require_seq_lens(seq_lens: Iterable[object]) -> list[int]:
 
 
 def count_valid_tokens(sequences: Sequence[ShiftedSequence]) -> int:
-    """Tokens that have a label, over all sequences."""
+    """Return the number of labels in all sequences."""
     return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in sequences)
 
 
@@ -356,7 +356,7 @@ def refused_data(
 
 
 def require_type(value: object, kind: type, change: str = "") -> None:
-    """Raise ConfigError for what is not of a kind: `ChunkOptions`, or `ChunkPlan`."""
+    """Raise ConfigError unless `value` is a `kind` (`ChunkOptions` or `ChunkPlan`)."""
     if not isinstance(value, kind):
         raise ConfigError(
             given=f"a {kind.__name__} of type {type(value).__name__}",
@@ -370,7 +370,7 @@ _Ids = NDArray[np.int64]
 
 
 def join_prompts(sequences: Sequence[ShiftedSequence], least_tokens: int) -> Batch:
-    """The sequences of a call, those joined that share their first `least_tokens` or more."""
+    """Return a batch that joins sequences with at least `least_tokens` equal first tokens."""
     batch = batch_of(sequences)
     if sum(len(sequence.input_ids) > least_tokens for sequence in sequences) < 2:
         return batch
@@ -395,22 +395,23 @@ def _tree(
     group: range,
     least_tokens: int,
 ) -> tuple[JoinedSequence, list[tuple[int, int]]]:
-    """The tree of one group of sequences, laid out depth-first as one of the plan, and its forks.
+    """Return the tree of a group of sequences, laid out depth-first as one sequence, and its forks.
 
-    `order`: sequences by their tokens; `shared`: equal first tokens of two neighbours in it."""
+    `order`: sequences sorted by their tokens; `shared`: numbers of equal first tokens of
+    neighbours in it."""
     ids: list[Tensor] = []
     spans: list[Span] = []
     forks: list[tuple[int, int]] = []
 
     def grow(group: range, depth: int, parent: int) -> None:
-        """Lay out sequences of the order, behind the `depth` tokens that all share, which end at
-        token `parent` of the tree."""
+        """Lay out a range of `order` after its `depth` shared tokens, which end at token `parent`
+        of the tree."""
         for own in sorted(_groups(group, shared, depth + least_tokens), key=shortness):
             members = [order[number] for number in own]
             tokens = sequences[members[0]].input_ids
             stop = min((shared[at] for at in own[:-1]), default=len(tokens))
             end = parent
-            if depth < stop:  # else a sequence ends where others go on
+            if depth < stop:  # else a sequence is a prefix of the others
                 at = spans[-1].stop if spans else 0
                 end = at + stop - depth
                 if parent != at:
@@ -421,7 +422,7 @@ def _tree(
                 grow(own, stop, end)
 
     def shortness(own: range) -> int:
-        """Longest first, so that lengths alone say how a pair lies (`plan.lengths.Call`)."""
+        """Longest first, so that lengths alone determine a pair's layout (`plan.lengths.Call`)."""
         return -max(len(sequences[order[number]].input_ids) for number in own)
 
     grow(group, 0, 0)
@@ -430,20 +431,20 @@ def _tree(
 
 
 def _groups(numbers: range, shared: Sequence[int], least: int) -> list[range]:
-    """Runs of consecutive numbers of which neighbours share at least `least` tokens."""
+    """Split `numbers` between neighbours that share fewer than `least` tokens."""
     starts = [numbers.start] + [at + 1 for at in numbers[:-1] if shared[at] < least]
     return [range(a, b) for a, b in pairwise([*starts, numbers.stop])]
 
 
 def _num_equal(one: _Ids, other: _Ids) -> int:
-    """The first tokens that are equal."""
+    """Return the number of equal first tokens."""
     num_tokens = min(len(one), len(other))
     differ = one[:num_tokens] != other[:num_tokens]
     return int(differ.argmax()) if differ.any() else num_tokens
 
 
 def _require_extras(name: str, sequence: ShiftedSequence, first: Mapping[str, Any]) -> None:
-    """`first`: the extras of sequence 0, which have been checked."""
+    """Raise DataError for extras unlike `first`, the checked extras of sequence 0."""
     extras, num_tokens = sequence.extras, len(sequence.input_ids)
     if extras.keys() != first.keys():
         odd = ", ".join(sorted(map(str, extras.keys() ^ first.keys())))
@@ -476,11 +477,11 @@ def _require_extras(name: str, sequence: ShiftedSequence, first: Mapping[str, An
             )
 
 
-# What collators add for kernels that we do not call: all of it follows from position_ids.
+# Keys that collators add for varlen kernels; position_ids determine them.
 IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 _PADDED = "pad or pack as TRL does"
 _CARRIES_PADDING = {"recurrent_gemma"}
-"""Model types whose recurrent layers in transformers go over padding, though a mask names it."""
+"""Model types whose recurrent layers ignore the attention mask, so padding enters their states."""
 
 
 def read_padded(
@@ -492,15 +493,22 @@ def read_padded(
     has_cache: bool,
     model_type: str,
 ) -> tuple[list[ShiftedSequence], list[int]]:
-    """The sequences of a batch of token ids (B, T), in order, and in which of the B * T cells each
-    begins.
+    """Split a padded or packed batch into its sequences, in order.
 
-    `attention_mask` (B, T): ones, with zeros in front of them or behind. `position_ids` (B, T) or
-    (1, T): default the column, padding counted. With neither mask nor cache (`has_cache`: whether
-    transformers would make one) a sequence begins wherever positions do not go on by 1, as
-    transformers has it. `labels` (B, T), unshifted; None: there are none. `model_type`: that of the
-    model which reads the batch. Raises DataError for anything else, and for labels that padding
-    predicts.
+    Args:
+        input_ids: (B, T).
+        attention_mask: (B, T), ones, with zeros before or after them.
+        position_ids: (B, T) or (1, T), by default the column, padding counted. With neither mask
+            nor cache a sequence begins wherever positions do not increase by 1, as in transformers.
+        labels: (B, T), unshifted, if any.
+        has_cache: Whether transformers would make a cache.
+        model_type: Of the model that reads the batch.
+
+    Returns:
+        The sequences, and the flat index of each one's first token in (B * T).
+
+    Raises:
+        DataError: For other arguments, and for labels that padding tokens would predict.
     """
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or not input_ids.numel():
         raise refused_data(f"input_ids {_shown(input_ids)}", "token ids of shape (B, T)", _PADDED)
@@ -540,12 +548,12 @@ def read_padded(
 
 
 def labels_of_padding(labels: Tensor, attention_mask: Tensor) -> int:
-    """How many labels (B, T), unshifted, tokens of padding predict."""
+    """Return how many of the unshifted labels (B, T) padding tokens predict."""
     return int(((labels[:, 1:] != IGNORE_INDEX) & (attention_mask[:, :-1] == 0)).sum())
 
 
 def padding_read(what: str) -> DataError:
-    """The refusal of `what` that is made of padding."""
+    """Return the error for `what` (a loss, labels) computed from padding."""
     return refused_data(
         f"{what} of what tokens of padding predict",
         "a loss of real tokens alone: padding does not go through the chunks",
@@ -556,7 +564,7 @@ def padding_read(what: str) -> DataError:
 
 
 def _bounds(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, int]]:
-    """The first and the last column but one of each row's tokens."""
+    """Return [start, stop) of each row's tokens, without padding."""
     num_rows, num_columns = input_ids.shape
     if mask is None:
         return [(0, num_columns)] * num_rows
@@ -581,7 +589,7 @@ def _bounds(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, int]]:
 
 
 def _positions(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Positions (B, T) on the CPU."""
+    """Return positions (B, T) on the CPU."""
     num_rows, num_columns = input_ids.shape
     if position_ids is None:
         return torch.arange(num_columns, device="cpu").expand(num_rows, -1)

@@ -1,9 +1,8 @@
-"""Time and memory of a step: when each action ran, and the bytes in use meanwhile.
+"""Time and memory of a step: when each action ran, and its peak bytes.
 
-Points in time on a device are resolved together at the end of a step, without waiting. On CUDA the
-bytes are the caching allocator's; on a CPU the resident set of the process, whose peak Linux keeps
-and resets exactly (`/proc/self/clear_refs`). Where the operating system offers no reset, the peak
-is that of the process's whole life.
+CUDA events are read together at the end of a step, so no action waits. Bytes are those of CUDA's
+caching allocator; on a CPU the process's resident set, whose peak Linux tracks and resets
+(`/proc/self/clear_refs`). On systems without a reset, it is the peak of the process's lifetime.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from furlong.plan.plan import Action
 from furlong.timeline import Record, Timeline
 
 Clock = Callable[[], float]
-"""Seconds since any moment."""
+"""Returns seconds since an arbitrary moment."""
 
 
 class Stopwatch:
-    """Marks in the order of the device's work: events on the current stream of a GPU, for which
-    `seconds` waits, once; on devices that compute in the calling thread readings of a clock."""
+    """Time stamps in the order of the device's work: CUDA events on the current stream, which
+    `seconds` waits for; readings of a clock on a CPU."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self._device, self._clock = device, clock
@@ -43,7 +42,7 @@ class Stopwatch:
         self._read_s: list[float] = []
 
     def mark(self) -> None:
-        """Note the moment at which the device gets here."""
+        """Record the time at which the device reaches this point."""
         if self._device.type != "cuda":
             self._read_s.append(self._clock())
             return
@@ -52,7 +51,7 @@ class Stopwatch:
         self._events.append(event)
 
     def seconds(self) -> list[float]:
-        """Seconds of every mark since the first."""
+        """Return the seconds from the first mark to each mark."""
         if self._events:
             self._events[-1].synchronize()  # type: ignore[no-untyped-call]
             return [self._events[0].elapsed_time(e) / 1e3 for e in self._events]  # type: ignore[no-untyped-call]
@@ -60,21 +59,20 @@ class Stopwatch:
 
 
 _M_MMAP_THRESHOLD = -3
-"""glibc's number of that option."""
+"""glibc's constant for mallopt."""
 
 
 class ProcessHeap:
-    """The C library's heap of a CPU's process, while a step runs.
+    """Limits the fragmentation of glibc's heap during steps on a CPU.
 
-    It keeps what is free between blocks that live longer, such as saved attention outputs, and that
-    would grow with every action. So large blocks come from the system and go back to it at once,
-    for the life of the process, from 2 MiB on: each costs page faults. In a step that offloads, and
-    under adapters, whose small blocks live between those of a graph so that glibc's memalign does
-    not use these again, from 128 KiB on (`maps_small`; under adapters 93 MiB for 156, and a fourth
-    more CPU seconds, at 512 tokens of 512 numbers). Whenever a step has grown by 4 MiB beyond the
-    most that it held with nothing free, what is free of the rest goes back too. Settings of the
-    user's own stay. Where each action is measured all is kept: page faults of one would be seconds
-    of the next.
+    malloc keeps free blocks between longer-lived ones, such as saved attention outputs, so the heap
+    would grow with every action. Blocks from 2 MiB on are therefore mapped, and returned to the
+    system when freed, at the price of page faults; a process-wide setting. The threshold is 128 KiB
+    (`maps_small`) in a step that offloads, and with adapters, whose small blocks lie between those
+    of a graph, which memalign then does not reuse (93 instead of 156 MiB for 1/4 more CPU seconds,
+    at 512 tokens of hidden size 512). When a step has grown by 4 MiB above the most that it held
+    after a trim, free memory is trimmed. A user's malloc settings are respected. Nothing is done if
+    actions are measured: the page faults of one would count as seconds of the next.
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class ProcessHeap:
             self._most_bytes = memory_bytes(self._device)
 
     def end(self) -> None:
-        """An action is over."""
+        """Trim the heap after an action, if it has grown."""
         if self._device is None or memory_bytes(self._device) <= self._most_bytes + SPARE_BYTES:
             return
         give_back_memory(self._device)
@@ -102,14 +100,14 @@ _RESET_PEAK_RSS = "5"
 
 
 class MemoryMeter:
-    """Most bytes in use during a stretch of work, for one stretch after the other."""
+    """Peak bytes of consecutive stretches of work."""
 
     def __init__(self, device: torch.device, *, exact: bool) -> None:
-        """`exact`: reset the device's peak at each begin, which others may be reading; else a
-        stretch counts what is in use at its two ends, or a peak that is higher than all before."""
+        """`exact`: reset the device's peak at each begin, which others may be reading. Else
+        a stretch's peak is the use at its ends, or a new overall peak."""
         self._device, self._exact = device, exact
         self._last: tuple[int, int] | None = None
-        """In use, and at the peak, when the stretch before ended: the statistics cost some time."""
+        """(use, peak) in bytes at the end of the last stretch; kept, as reading takes time."""
 
     def begin(self) -> None:
         if self._exact:
@@ -118,7 +116,7 @@ class MemoryMeter:
             self._last = _memory_use(self._device)
 
     def end(self) -> int:
-        """The peak since `begin`."""
+        """Return the peak bytes since `begin`."""
         before, (now_bytes, peak_bytes) = self._last, _memory_use(self._device)
         self._last = now_bytes, peak_bytes
         if self._exact or before is None or peak_bytes > before[1]:
@@ -127,7 +125,7 @@ class MemoryMeter:
 
 
 def _memory_use(device: torch.device) -> tuple[int, int]:
-    """Bytes in use now, and most since the last reset."""
+    """Return the bytes in use now, and their peak since the last reset."""
     if device.type != "cuda":
         return memory_bytes(device), peak_memory_bytes(device)
     statistics = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
@@ -135,14 +133,14 @@ def _memory_use(device: torch.device) -> tuple[int, int]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes in use now."""
+    """Return the bytes in use now."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let the peak start again from what is in use now."""
+    """Reset the peak to the bytes in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -151,7 +149,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes in use since the last reset."""
+    """Return the peak bytes since the last reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak_bytes = _status_bytes("VmHWM")
@@ -162,13 +160,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def file_bytes() -> int:
-    """Resident bytes of mapped files: libraries, data sets, weights as they were loaded. They are
-    the system's to drop. 0 where it does not tell."""
+    """Return the resident bytes of mapped files (libraries, data sets, loaded weights), which the
+    system may drop; 0 where it does not report them."""
     return _status_bytes("RssFile") or 0
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Return what is free in this process to the device, or on a CPU to the system."""
+    """Return cached free memory of this process to the GPU, or on a CPU to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
@@ -177,7 +175,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def _status_bytes(key: str) -> int | None:
-    """An amount of /proc/self/status."""
+    """Return an entry of /proc/self/status in bytes; None without one."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():
@@ -187,19 +185,19 @@ def _status_bytes(key: str) -> int | None:
 
 
 class Measuring(TypedDict, total=False):
-    """How an executor measures itself."""
+    """Options for measuring a step."""
 
     exact_peaks: bool
-    """Reset the device's statistics of memory before each action, so that every record holds the
-    peak during its own; see `MemoryMeter`."""
+    """Reset the device's peak memory before each action, so that records hold exact peaks; see
+    `MemoryMeter`."""
     clock: Clock
-    """Seconds on devices that compute in the calling thread; default: time.perf_counter."""
+    """The clock on a CPU; default: time.perf_counter."""
     begun: Callable[[Action], None]
-    """Told each action before it is carried out."""
+    """Called with each action before it runs."""
 
 
 class Recorder:
-    """Notes actions one after another, without waiting for the device."""
+    """Records time and memory of actions, without waiting for the device."""
 
     def __init__(self, pools: Pools, rank: int, **measuring: Unpack[Measuring]) -> None:
         self._pools, self._rank = pools, rank
@@ -209,19 +207,19 @@ class Recorder:
         self._noted: list[tuple[Action, int, int]] = []
 
     def begin(self, action: Action) -> None:
-        """An action begins; the first one starts the clock."""
+        """Record the begin of an action; the first one starts the clock."""
         self._begun(action)
         if not self._noted:
             self._watch.mark()
         self._meter.begin()
 
     def end(self, action: Action) -> None:
-        """The action that began is over."""
+        """Record the end of the action."""
         self._noted.append((action, self._meter.end(), self._pools.lower_bytes))
         self._watch.mark()
 
     def timeline(self) -> Timeline:
-        """All that was noted; waits for the device."""
+        """Return the records; waits for the device."""
         marks = self._watch.seconds()
         noted = zip(self._noted, marks[:-1], marks[1:], strict=True)
         return Timeline(
@@ -235,8 +233,7 @@ class Recorder:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Return the machine of a device of this process, as far as no calibration has measured it; it
-    has all of the free RAM to itself."""
+    """Return an uncalibrated description of this process's device, with all free RAM."""
     if device.type != "cuda":
         return this_cpu()
     total_bytes = torch.cuda.mem_get_info(device)[1]

@@ -1,8 +1,8 @@
-"""A caller's model between calls: adapted, checked and divided, and again when it has changed.
+"""A caller's model between calls: wraps, checks and shards it, again whenever it has changed.
 
-It has changed when its fingerprint has: when it was resized, adapted, moved, cast, configured or
-switched. Torch's modes are looked at before each call: refused or, as an autocast, entered again
-for a pass.
+A change is one of the model's fingerprint, as after resizing, adding adapters, moving, casting,
+editing the config, or switching adapters or modes. Torch's modes are checked at each call: they are
+refused or, for an autocast, entered again around each pass.
 """
 
 from __future__ import annotations
@@ -68,47 +68,47 @@ from furlong.runtime.rng import RNGState, independent_draws, replayed
 
 @dataclass
 class ModelState:
-    """State of one model: its buffers, the kernels that were probed, the checks that it passed."""
+    """State of one model, shared by its engines: pools, probed kernels, passed checks, groups."""
 
     pools: Pools | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[Any, ...]] = field(default_factory=set)
     agreed: Agreed = field(default_factory=dict)
     keeps_written: bool = False
-    """Whether chunks with fused modules have failed a check that those without have passed."""
+    """Whether the self-check failed with fused modules and passed without them."""
     thread: int | None = None
-    """The thread of the call that runs."""
+    """Thread of the running call, if any."""
     pooled: threading.Lock = field(default_factory=threading.Lock)
-    """Held by whoever takes memory of the pools or gives it back: a call, or a `sweep`."""
+    """Held while memory of the pools is allocated or freed: by a call, or by `sweep`."""
     ranks: Ranks | None = None
-    """The processes among which the weights are divided, for good."""
+    """The processes that the weights are sharded over; never changes once set."""
     pipeline: Pipeline | None = None
-    """The links to other stages, where the ranks have several."""
+    """Links to other stages, with pp > 1."""
     exchange: AllToAll | None = None
-    """That of the pool, where the ranks have pools."""
+    """All-to-all of the sequence-parallel group, with sp > 1."""
     trained_layers: range | None = None
-    """The layers that this process of a pipeline has trained."""
+    """With pp > 1, the layers that this process has trained."""
     is_settled: bool = True
-    """Whether nothing of an earlier step is left under way between the processes."""
+    """Whether all communication of earlier steps has finished."""
     compute_dtype: torch.dtype | None = None
-    """The dtype in which divided weights are gathered."""
+    """The dtype that sharded weights are gathered in."""
     copies: torch.cuda.Stream | None = None
-    """That on which weights come from CPU memory to the GPU of a process that is alone."""
+    """Stream of copies of offloaded weights to the GPU, on a single process."""
     room_bytes: int | None = None
-    """Bytes of the device that calls with a keep of auto may use, measured at the first one."""
+    """Device bytes that calls with keep="auto" may use, measured at the first one."""
     num_calls: int = 0
-    """Calls of token values and hidden states, the same on all processes."""
+    """Number of token_values and hidden_states calls, equal on all processes."""
     dropped: deque[Callable[[], None]] = field(default_factory=deque)
-    """Ends of calls whose values nobody holds any more."""
+    """Functions that free calls whose outputs were garbage-collected."""
 
     def drop(self, end: Callable[[], None]) -> None:
-        """Give back what a call holds: at once, or when the call that runs now is over."""
+        """Free a call's tensors by `end`: now, or after the running call."""
         self.dropped.append(end)
         self.sweep()
 
     def sweep(self) -> None:
-        """Give back what was dropped, unless a call runs. A pool's own thread, in which the garbage
-        collector may drop values, leaves that to others: it would wait for itself."""
+        """Run the functions in `dropped`, unless a call is running. A pool's thread does nothing:
+        the garbage collector may run there, and freeing would wait for that same thread."""
         if is_lane():
             return
         while self.dropped and self.pooled.acquire(blocking=False):
@@ -120,11 +120,11 @@ class ModelState:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within it a call of this thread runs; calls of other threads wait, on any model. Raises
-        ConfigError within another call on this one."""
+        """Context manager for a call: calls of other threads wait, on any model. Raises ConfigError
+        inside another call on this model."""
         self.refuse_nested()
         try:
-            with _CALLS, self.pooled:  # a sweep of another thread is over soon
+            with _CALLS, self.pooled:  # another thread's sweep is short
                 self.thread = threading.get_ident()
                 try:
                     yield
@@ -134,7 +134,7 @@ class ModelState:
             self.sweep()
 
     def refuse_nested(self) -> None:
-        """Raise ConfigError within another call on this model."""
+        """Raise ConfigError inside another call on this model."""
         if self.is_inside:
             raise ConfigError(
                 given="a call of furlong on a model while another one runs",
@@ -145,12 +145,12 @@ class ModelState:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is in the call that runs."""
+        """Whether the running call is this thread's."""
         return self.thread == threading.get_ident()
 
     def close(self) -> None:
-        """Give back the memory, threads and files of the pools, and the groups between stages; the
-        next call opens its own."""
+        """Free the pools' memory, threads and files, and the groups between stages; the next call
+        opens new ones."""
         if self.pools is not None:
             storage = self.pools.storage
             self.pools.close()
@@ -158,20 +158,19 @@ class ModelState:
         self.close_links()
 
     def close_links(self) -> None:
-        """End the groups between stages."""
+        """Destroy the groups between stages."""
         if self.pipeline is not None:
             self.pipeline.links.close()
             self.pipeline = None
 
     @property
     def opened(self) -> Pools:
-        """The pools, which `open_pools` has made."""
+        """The pools that `open_pools` created."""
         assert self.pools is not None
         return self.pools
 
     def open_pools(self, device: torch.device, storage: Storage | None) -> None:
-        """Make the pools of a device; anew if the device, the given storage or the process, by a
-        fork, is another one."""
+        """Create pools, unless there are some of this device, storage and (unforked) process."""
         if self.pools is not None:
             storage = storage or self.pools.storage
             is_own = self.pools.process == os.getpid()
@@ -183,16 +182,16 @@ class ModelState:
         self.pools = Pools(Arena(device, poison=storage.poison), storage)
 
 
-# By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
-# and saved files hold nothing of ours.
+# Keyed weakly by model: buffers are freed with the model, and its copies and saved files contain
+# no state of furlong.
 _STATES: WeakKeyDictionary[nn.Module, ModelState] = WeakKeyDictionary()
-# Held by the thread whose calls run: configs, in which attention is furlong's meanwhile, may be of
-# several models, and the generators that a call replays are the process's.
+# One call at a time per process: a call sets the attention implementation in a config, which models
+# may share, and it replays the process's random generators.
 _CALLS = threading.RLock()
 _CHANGED, _UNLINKED = 1, 2
-"""Bits that a process brings to a call: its model is new to it, its pipeline has no links."""
+"""Bits exchanged at a call: the model's fingerprint has changed; the pipeline has no links."""
 _CHECK, _PROBE = 1, 2
-"""Bits of what a process has not done yet with a model that is new on any."""
+"""Bits of work to do with a model that is new on some process: self-check; probing forward."""
 _HELD_ELSEWHERE = (
     "the weights are divided among the processes now, but something still holds them whole: an "
     "optimizer that was made before the engine trains nothing. Make the engine first"
@@ -200,8 +199,7 @@ _HELD_ELSEWHERE = (
 
 
 class Session:
-    """A model as one engine calls it, with the settings of its calls. `model` is its adapter, as of
-    the last `call`."""
+    """A model with one engine's settings. `model` is its adapter, as of the last `call`."""
 
     model: HFDecoder
 
@@ -217,9 +215,13 @@ class Session:
         is_entered: bool = False,
         offload_weights: bool = False,
     ) -> None:
-        """`ranks`, or a `process_group` of replicas: the processes that call it together; None for
-        one alone. `is_entered`: see `HFDecoder`; the head is then the caller's.
-        `offload_weights`: see `Engine`."""
+        """
+        Args:
+            ranks: The processes that make each call together; or `process_group`, for replicas
+                only. Neither: a single process.
+            is_entered: See `HFDecoder`; the head is then the caller's.
+            offload_weights: See `Engine`, as for the others.
+        """
         self.offload_weights = offload_weights
         self.given, self.storage, self._is_entered = given, storage, is_entered
         self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype
@@ -230,10 +232,9 @@ class Session:
 
     @contextmanager
     def alone(self, *, takes_autocast: bool = False) -> Iterator[None]:
-        """Refuse a second call on the same model, and modes in which nothing can be recorded.
-
-        A caller's autocast is off within: the dtypes are the engine's own, unless that takes it.
-        """
+        """Context manager for a call on this process: refuse nested calls and modes without
+        autograd, and disable autocast. A caller's autocast of another dtype than the compute dtype
+        is refused, unless `takes_autocast`: then the call enters it around each pass."""
         refuse_mode()
         if not takes_autocast:
             refuse_autocast(self.given, self.autocast_kind, self.compute_dtype)
@@ -246,14 +247,14 @@ class Session:
 
     @contextmanager
     def call(self, place: str, *, takes_autocast: bool = False) -> Iterator[None]:
-        """Within it a call runs, of all processes if there are several, on the model as it is now:
-        adapted and, if it is new, checked and divided among the ranks. See `alone`.
+        """Context manager for a call of all processes: wrap the model as it is now and, if it is
+        new, check and shard it. See `alone`. `place`: see `together`.
 
-        Where one process refuses it, all do. Raises LinkError if an earlier call ended in the
-        middle of what processes do together. `place`: see `together`.
+        If one process raises an error, all do. Raises LinkError if an earlier call failed inside a
+        collective.
         """
         self.state.refuse_nested()
-        if self.ranks is not None and not self.state.is_settled:  # alone it is another thread's
+        if self.ranks is not None and not self.state.is_settled:  # else of another thread
             raise LinkError(
                 in_four_parts(
                     given="an earlier call on this model, which ended with an error while other "
@@ -285,8 +286,8 @@ class Session:
 
     @contextmanager
     def heard(self, place: str) -> Iterator[None]:
-        """Tell other processes of an error in a call where they wait for this one, and raise
-        LinkError where this one waits for them in vain."""
+        """Context manager: report an error to processes that wait for this one, and raise LinkError
+        if this one has lost another."""
         if (ranks := self.ranks) is None:
             yield
             return
@@ -294,17 +295,17 @@ class Session:
             yield
         except BaseException as error:
             if self.state.is_settled and isinstance(error, Exception) and not is_lost(error):
-                raise  # all have heard of it
+                raise  # all processes have agreed on it
             self.state.is_settled = False
             pipeline = self.state.pipeline
             groups = [*ranks.groups, *(pipeline.links.groups if pipeline is not None else ())]
             if is_lost(error) and not isinstance(error, LinkError):
                 raise lost(groups, error, place) from error
-            leave(f"left it by {reason_of(error)}", groups)  # a LinkError has left a word
+            leave(f"left it by {reason_of(error)}", groups)  # the first reason stays
             raise
 
     def _adapt(self, base: nn.Module, now: tuple[int, int, int]) -> None:
-        """Adapt to the model, which is new on this process or on another one."""
+        """Wrap, compare, check and shard the model, which has changed on some process."""
         together(self.ranks, partial(self._wrap, base, now))
         if self.ranks is not None:
             settings = {"max_seq_len": str(self.max_seq_len), "mode": _mode(base)}
@@ -313,21 +314,21 @@ class Session:
                 are_known=self.state.ranks is not None,
             )  # fmt: skip
         ranks = self.ranks if self.state.ranks is None else None
-        if ranks is not None and self.offload_weights:  # they are checked where they come to
+        if ranks is not None and self.offload_weights:  # check on the compute device
             self._shard(ranks)
             ranks, now = None, fingerprint(base)
         self.require_checked((self.model.num_layers,), now)
         self._fingerprint = now
         if ranks is not None:
             self._shard(ranks)
-            self._fingerprint = fingerprint(base)  # what was checked whole is checked
+            self._fingerprint = fingerprint(base)  # sharding needs no second check
             self.state.checked.add(self._key(self._fingerprint, (self.model.num_layers,)))
 
     def _wrap(self, base: nn.Module, now: tuple[int, int, int]) -> None:
-        """Make the adapter of a model, or keep it where nothing changed but modes."""
+        """Create the model's adapter, or keep it if only modes have changed."""
         self._require_own_shards(base)
         if self._fingerprint is None or now[0] != self._fingerprint[0]:
-            self._fingerprint = None  # an adapter of something else is not to be met again
+            self._fingerprint = None  # after an error the old adapter must not be used
             settle(base)
             refuse_state(base)
             self.model = HFDecoder(
@@ -354,10 +355,14 @@ class Session:
         returned: dict[int, Tensor] | None = None,
         decoder: HFDecoder | None = None,
     ) -> Iterator[None]:
-        """Within it the passes of a plan run, or with None such as give no gradients: weights in
-        the compute dtype, attention furlong's, draws of this process. Gradients are added to
-        `.grad`, or end in `returned`; see `compute_parameters`. `decoder`: the adapter that runs,
-        if not the newest: a model that was switched between two phases has another one by then.
+        """Context manager for passes: weights in the compute dtype, furlong's attention installed,
+        and draws that differ between processes.
+
+        Args:
+            plan: The plan to run; None for passes without gradients.
+            returned: Where gradients go instead of `.grad`; see `compute_parameters`.
+            decoder: The adapter to install, by default the newest. The second phase of token
+                values passes that of its forward, in case the model was wrapped anew meanwhile.
         """
         model, trains = self.model.model, plan is not None and bool(plan.trained)
         with ExitStack() as stack:
@@ -370,7 +375,7 @@ class Session:
             stack.enter_context(self._weights(returned, plan))
             stack.enter_context((decoder or self.model).installed())
             if self.ranks is not None and self.ranks.num_processes > 1:
-                # masks of dropout must not be the same on all
+                # dropout masks must differ between processes
                 number = dist.get_rank(self.ranks.group)
                 stack.enter_context(independent_draws(number, self.model.device))
             yield
@@ -378,7 +383,7 @@ class Session:
     def _weights(
         self, returned: dict[int, Tensor] | None = None, plan: ChunkPlan | None = None
     ) -> AbstractContextManager[None]:
-        """Within it the weights are in the compute dtype, and come as the plan says."""
+        """Context manager: use weights in the compute dtype, gathered as the plan says."""
         if self._is_sharded:
             gathers = plan is not None and plan.regathers
             return one_step(self.model.base, self.model.layers if gathers else ())
@@ -387,8 +392,8 @@ class Session:
         return compute_parameters(self.model.model, dtype, unchanged=unchanged, returned=returned)
 
     def records(self) -> bool:
-        """Whether a forward has something for autograd to record: a trained parameter, or what a
-        hook adds to a frozen model, as one token tells. Call it within `call`."""
+        """Whether autograd records a forward: for a trained parameter, or a hook of a frozen model
+        that adds one, found by a forward of one token. Use it inside `call`."""
         if any(parameter.requires_grad for parameter in self.model.model.parameters()):
             return True
         if self.ranks is not None or not torch.is_grad_enabled():
@@ -400,7 +405,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes: where the weights are between calls, unless they are offloaded."""
+        """The compute device: that of the weights, unless they are offloaded."""
         if self.offload_weights and self.ranks is not None:
             return self.ranks.device
         where = (parameter.device for parameter in self.given.parameters())
@@ -408,23 +413,23 @@ class Session:
 
     @property
     def autocast_kind(self) -> str:
-        """The type of its device, "cpu" where that knows no autocast."""
+        """The device type for autocast; "cpu" if the device has none."""
         kind = self.device.type
         return kind if torch.amp.is_autocast_available(kind) else "cpu"
 
     @property
     def rank(self) -> int:
-        """Number of the plan's list that this process obeys."""
+        """Index of the plan's list of actions that this process runs."""
         return self.ranks.plan_rank if self.ranks else 0
 
     @property
     def process(self) -> int:
-        """Its number in the pool."""
+        """Number of this process in its sequence-parallel group."""
         return self.ranks.process if self.ranks else 0
 
     @property
     def exchange(self) -> AllToAll | None:
-        """The exchange with the others of a pool, always the same one; None without others."""
+        """All-to-all of the sequence-parallel group, created once; None for a group of one."""
         if self.ranks is None or self.ranks.sp == 1:
             return None
         self.state.exchange = self.state.exchange or AllToAll(self.ranks.place_groups)
@@ -432,16 +437,16 @@ class Session:
 
     @property
     def num_frozen_layers(self) -> int:
-        """First layers in which, and below which, no process trains anything. A collective."""
+        """Number of first layers without a trained parameter on any process. A collective."""
         own = self.model.num_frozen_layers
         return own if self.ranks is None else min(n for (n,) in gathered(self.ranks, [own]))
 
     def rows_of(self, plan: ChunkPlan) -> Callable[[Chunk], ChunkRows]:
-        """The rows of each chunk of a plan that this process has."""
+        """Return a function from a chunk of the plan to its rows on this process."""
         return rows_on(self.model, plan, self.process)
 
     def comms(self, plan: ChunkPlan) -> Comms:
-        """The comms with other ranks, for one plan."""
+        """Return the communication of this process for one plan."""
         model, messages = self.model, None
         if self.state.pipeline is not None:
             rows_of = self.rows_of(plan)
@@ -458,7 +463,7 @@ class Session:
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
-        """This process's parameters that another stage has, too, and counts."""
+        """Replicated parameters (tied embeddings) that another stage adds to the gradient norm."""
         pipeline, weight = self.state.pipeline, self.model.tied_weight
         is_second = pipeline is not None and pipeline.is_second
         return [weight] if is_second and weight is not None else []
@@ -471,8 +476,8 @@ class Session:
     def require_checked(
         self, heights: tuple[int, ...], now: tuple[int, int, int] | None = None
     ) -> None:
-        """Check the model in stages of `heights` layers against its own forward, if that is new on
-        any process. `now`: its fingerprint, by default that of the last `call`."""
+        """Run the self-check for stages of `heights` layers, if any process has not passed it.
+        `now`: the model's fingerprint, by default that of the last `call`. A collective."""
         now = now or self._fingerprint
         assert now is not None
         key = self._key(now, heights)
@@ -481,7 +486,7 @@ class Session:
         lacking = each_of(self.ranks, lambda: lacks)
         if not any(lacking):
             return
-        if any(own & _PROBE for own in lacking):  # all run the same passes, which gather
+        if any(own & _PROBE for own in lacking):  # passes gather weights, so all run the same ones
             vars(self.model).pop("probed", None)
 
         is_new = any(own & _CHECK for own in lacking)
@@ -501,7 +506,7 @@ class Session:
                     if is_new:
                         backend = self.state.backend
                         self_check(self.model, backend, heights, dtype, agree)
-                    _ = self.model.probed  # an adapter that is new finds its mixers in a forward
+                    _ = self.model.probed  # a forward in which a new adapter finds recurrent mixers
             except (UnsupportedModelError, ElsewhereError) as error:
                 if isinstance(error, LinkError) or not self.model.fused:
                     raise
@@ -510,7 +515,7 @@ class Session:
                 return True
             return False
 
-        if any(each_of(ranks, check)):  # then all keep what their modules compute
+        if any(each_of(ranks, check)):  # then all processes go without fused modules
             self.model.fused, is_new = [], True
             together(ranks, check)
             self.state.keeps_written = True
@@ -522,7 +527,7 @@ class Session:
         return now[:2], self.compute_dtype, self.max_seq_len, heights, self._is_entered
 
     def _shard(self, ranks: Ranks) -> None:
-        """Divide the weights."""
+        """Shard the weights; warn if other objects still hold them whole."""
         model = self.model
         whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
         share = partial(divide, model, ranks, self.compute_dtype, offload=self.offload_weights)
@@ -531,7 +536,7 @@ class Session:
             warnings.warn(_HELD_ELSEWHERE, stacklevel=5)
 
     def _require_own_shards(self, base: nn.Module) -> None:
-        """Raise ConfigError for weights that others have divided, or this engine otherwise."""
+        """Raise ConfigError for weights sharded for other ranks or another compute dtype."""
         ranks, dtype = self.state.ranks, self.state.compute_dtype
         if ranks is None:
             return
@@ -557,9 +562,9 @@ class Session:
 def divide(
     model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None, *, offload: bool = False
 ) -> None:
-    """Divide a model's weights among the processes of its stage, for good. On meta, before they are
-    read, each process has a place for its share of them. Engines of it are given the same `ranks`
-    and `compute_dtype`; see `fsdp.shard`, for `offload` too."""
+    """Shard a model's weights over the processes of its stage, permanently. A model on meta is
+    sharded before its weights are read. Later engines need the same `ranks` and `compute_dtype`.
+    `offload`: see `fsdp.shard`."""
     if ranks.divides:
         unchanged = [] if compute_dtype is None else model.stays_float32(compute_dtype)
         layers = [x for x in model.layers if not isinstance(x, PlaceholderLayer)]
@@ -573,12 +578,11 @@ def divide(
 
 
 def fingerprint(model: nn.Module) -> tuple[int, int, int]:
-    """Hashes of everything but the weights' values on which the adapter depends, of the modes on
-    which its check depends besides, which modules train, and of which weights do.
+    """Return three hashes of a model: structure, train or eval modes, trained parameters.
 
-    The first is of the config, of every module with its type, its active adapters, the code of its
-    forward and of hooks, and whether a compiled call is in it, and of the shape, dtype and device
-    of every parameter. Comparable within one process.
+    Structure is the config; of each module its type, active adapters, the code of its forward and
+    hooks, and whether it is compiled; of each parameter shape, dtype and device. The adapter
+    depends on it, its check on modes, too. Hashes are comparable within one process.
     """
     config: Any = getattr(model, "config", None)
     text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
@@ -594,8 +598,8 @@ def fingerprint(model: nn.Module) -> tuple[int, int, int]:
 
 
 def module_facts(model: nn.Module) -> dict[str, str]:
-    """Return the modes, hooks, forwards and adapters of a model's modules by name, in words that
-    can be compared between processes, which `fingerprint` cannot."""
+    """Return each module's mode, hooks, forward and adapters, in words: unlike `fingerprint` they
+    can be compared between processes."""
     facts = {}
     for name, module in model.named_modules():
         where = name or "the model"
@@ -613,11 +617,11 @@ def module_facts(model: nn.Module) -> dict[str, str]:
 
 
 def _code_in_words(function: Any) -> str:
-    """The name and a checksum of a function's code; of what is no function, its type."""
+    """Return name and checksum of a function's code; the type of other callables."""
     code = _code(function)
     if not isinstance(code, CodeType):
         return f"{code.__module__}.{code.__qualname__}"
-    # constants of other kinds are repeated otherwise by each process
+    # repr of other constants (code, frozensets) differs between processes
     plain = [x for x in code.co_consts if isinstance(x, int | float | str | bytes | None)]
     text = repr((code.co_names, plain)).encode() + code.co_code
     return f"{code.co_qualname} {crc32(text):x}"
@@ -631,8 +635,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def _put_in(module: nn.Module, attributes: dict[str, Any]) -> tuple[Any, ...]:
-    """The code of a module's forward and hooks, by its value: an address may come again, and a hook
-    that is put in for each step is the same. And whether a compiled call was set on it."""
+    """Return the code of a module's hooks and forward, and whether it is compiled. Code objects
+    compare by value: addresses are reused, and a hook set anew for each step is the same."""
     hooks = (tuple(map(_code, attributes[kind].values())) for kind in HOOKS)
     return *hooks, _code(module.forward), attributes.get(COMPILED_CALL) is not None
 
@@ -642,7 +646,7 @@ def _code(function: Any) -> Any:
 
 
 def adapter_states(model: nn.Module) -> tuple[Any, ...]:
-    """The active adapters of every module of peft, whether they are disabled, and what of them is
+    """Return for each module of peft its active adapters, whether they are disabled, and which are
     merged into the weights."""
     return tuple(
         (*_adapters(module), tuple(module.__dict__.get("merged_adapters") or ()))
@@ -652,13 +656,13 @@ def adapter_states(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _adapters(module: nn.Module) -> tuple[str, bool]:
-    """The active adapters of a module of peft, and whether they are disabled."""
+    """Return the active adapters of a module of peft, and whether they are disabled."""
     disabled = bool(module.__dict__.get("_disable_adapters", False))
     return str(getattr(module, "_active_adapter", "")), disabled
 
 
 def refuse_mode() -> None:
-    """Raise ConfigError for a mode of torch around a call in which nothing can be recorded."""
+    """Raise ConfigError inside inference_mode or a torch.func transform."""
     if torch.is_inference_mode_enabled():
         raise ConfigError(
             given="torch.inference_mode around furlong",
@@ -676,12 +680,12 @@ def refuse_mode() -> None:
 
 
 def refuse_call(module: nn.Module, _: object) -> None:
-    """A hook of a model during a call of ours, which never calls it whole."""
+    """Pre-hook of the model during a call, which never calls the model itself."""
     raise called_within(module)
 
 
 def refuse_autocast(model: nn.Module, kind: str, compute_dtype: torch.dtype | None) -> None:
-    """Raise ConfigError for an autocast around a call to another dtype than that of the compute."""
+    """Raise ConfigError for a caller's autocast to another dtype than the compute dtype."""
     if torch.is_autocast_enabled(kind):
         wanted = torch.get_autocast_dtype(kind)
         computing = {compute_dtype or p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -697,7 +701,7 @@ def refuse_autocast(model: nn.Module, kind: str, compute_dtype: torch.dtype | No
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """The autocast of a caller, to be entered again: around passes, and around the head."""
+    """A caller's autocast; calling it enters the same one again, around a pass or the head."""
 
     kind: str
     dtype: torch.dtype
@@ -708,12 +712,12 @@ class Autocast:
         return Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     def __call__(self) -> AbstractContextManager[object]:
-        # casts that were made without a graph would have none in a pass with one
+        # a cast cached in a pass without a graph would have no graph in the next one
         return torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False)
 
 
 def untrainable(model: HFDecoder) -> ConfigError:
-    """The refusal of a step that nothing is trained in, on no process."""
+    """Return the error of a step in which no process trains a parameter."""
     return ConfigError(
         given=f"{model.name} without a parameter that requires a gradient",
         required="at least one trainable parameter",
@@ -723,8 +727,8 @@ def untrainable(model: HFDecoder) -> ConfigError:
 
 
 def refuse_compiled(model: HFDecoder, ranks: Ranks | None) -> None:
-    """Raise UnsupportedModelError for compiled layers whose weights FSDP2 gathers, or with dropout:
-    a graph of its own for passes without gradients need not draw what a recompute draws."""
+    """Raise UnsupportedModelError for compiled layers with FSDP2 or with dropout: a graph
+    compiled for no_grad may draw other random numbers than the recompute."""
     dropouts = other_dropouts(model.base)
     if ranks is not None or dropouts:
         beside, change = "on several processes", "train in one process"

@@ -1,19 +1,18 @@
-"""Weights that several processes share, by FSDP2: gathered where the plan says so, gradients added
-up once.
+"""Weights sharded by FSDP2: gathered where the plan says, gradients reduced once per step.
 
-Each layer is a group of its own, and so are the embedding and the head unless they are one weight;
-the root, which is the model itself, has the rest. Every pass enters through the method that FSDP2
-knows. FSDP2 frees and gathers nothing by itself: the plan's Unshard and Reshard do, so that no
-collective depends on the number of chunks. What the root has is whole all through the step.
-Gradients are added up on each process over all chunks, and over the processes once: in the last
-backward of each stage.
+Each layer is an FSDP2 group, and so are the embedding and the head unless they are tied; the root
+module (the model) has the other parameters. Every pass enters through a registered FSDP2 forward
+method. FSDP2 does not gather or free by itself: the plan's Unshard and Reshard do, so no collective
+depends on the number of chunks. The root's parameters stay gathered for the whole step. Each
+process accumulates gradients over all chunks, and they are reduced once, in the last backward of
+each stage.
 
-Where a plan's passes gather, which a pool does that obeys one list, FSDP2 gathers each layer when a
-pass comes to it, and frees it behind that. Each backward then adds the gradients of its layers up
-within the pool, the last one over replicas too.
+In plans that gather with every pass (`plan.regathers`, in a sequence-parallel group) FSDP2 gathers
+each layer before its pass and frees it afterwards. Each backward then reduces the gradients of its
+layers within the group, and the last one also over replicas.
 
-Weights are gathered in the compute dtype. The gradients of a chunk arrive in that dtype and are
-added to float32 sums at once, as `runtime.precision` does it for weights that are whole.
+Weights are gathered in the compute dtype. Gradients of a chunk arrive in that dtype and are added
+to float32 sums at once, as in `runtime.precision` for unsharded weights.
 """
 
 from __future__ import annotations
@@ -58,21 +57,27 @@ def shard(
     unchanged: Sequence[nn.Parameter] = (),
     offload: bool = False,
 ) -> None:
-    """Divide a model's weights among the processes of a mesh, which call it together.
+    """Shard a model's weights over a mesh, whose processes call this together.
 
-    Its parameters are then DTensors, of which each process holds a part: an optimizer is made after
-    it. `ends`: the embedding and the head, where they share no weight. `compute_dtype`: the dtype
-    in which weights are gathered (None: as they are). `unchanged`: parameters that must not compute
-    in it. `offload`: parts, their gradients and so the optimizer's state lie in CPU memory, pinned
-    for a GPU; what is gathered comes from there. Raises UnsupportedModelError for what FSDP2 cannot
-    divide.
+    Its parameters become DTensors, so create the optimizer afterwards.
+
+    Args:
+        layers: The decoder layers, each gathered by itself.
+        ends: Embedding and head, unless they are tied.
+        compute_dtype: The dtype that weights are gathered in; None: the parameters'.
+        unchanged: Parameters that must not compute in it, which FSDP2 does not support.
+        offload: Keep shards, their gradients and optimizer states in CPU memory (pinned for a
+            GPU).
+
+    Raises:
+        UnsupportedModelError: For models that FSDP2 cannot shard.
     """
     dtype = _refuse_indivisible(base, (*layers, *ends), unchanged if compute_dtype else ())
-    # reduce_dtype is that of the sums over chunks, too
+    # reduce_dtype is also the dtype of the sums over chunks
     wide = torch.promote_types(compute_dtype or dtype, torch.float32)
     policy = MixedPrecisionPolicy(compute_dtype, wide, cast_forward_inputs=False)
     place = CPUOffloadPolicy(mesh.device_type == "cuda") if offload else OffloadPolicy()
-    whole = {linear.weight for linear in packed_linears(base).values()}  # codes stay everywhere
+    whole = {linear.weight for linear in packed_linears(base).values()}  # codes are not sharded
     for module in (*layers, *ends, base):
         fully_shard(
             module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=place,
@@ -80,36 +85,36 @@ def shard(
         )  # fmt: skip
     register_fsdp_forward_method(base, add_fsdp_method(base))
     for part in sharded_modules(base):
-        # by the names of its class and module transformers knows what files call otherwise
+        # transformers looks up key renames by class and module name
         kind, (_, _, plain, *_) = type(part), type(part).__mro__
         kind.__name__, kind.__module__ = plain.__name__, plain.__module__
         part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no other
         if adds_unused():
-            # what is unused on one process must not be missing in a sum with others
+            # a parameter unused on one process must still join the reduce-scatter
             part.set_reduce_scatter_unused_params(True, recurse=False)
-        # by itself a backward would gather the group that ran before, whatever the plan says
+        # by default a backward prefetches the previous group, whatever the plan says
         part.set_modules_to_backward_prefetch([part])
 
 
 def adds_unused() -> bool:
-    """Whether FSDP2 adds up what a backward has not reached (from torch 2.13 on). Else it is given
-    zeros, which are whole gradients."""
+    """Whether FSDP2 can reduce parameters that no backward has reached (torch >= 2.13). Otherwise
+    they are given zero gradients, unsharded."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def sharded_modules(base: nn.Module) -> list[FSDPModule]:
-    """The modules whose weights are gathered and whose gradients are added up together."""
+    """Return the model's FSDP2 modules, the root among them."""
     return [module for module in base.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(base: nn.Module) -> None:
-    """Free all whole weights that have been gathered, or are being gathered."""
+    """Free all gathered weights, also those whose gather is unfinished."""
     reshard_modules(sharded_modules(base))
 
 
 def reshard_modules(modules: Iterable[FSDPModule]) -> None:
-    """Free those of some modules."""
+    """Free the gathered weights of some modules; see `reshard`."""
     for module in modules:
         end_gather(module)
         module.reshard()
@@ -117,11 +122,11 @@ def reshard_modules(modules: Iterable[FSDPModule]) -> None:
 
 @contextmanager
 def one_step(base: nn.Module, passing: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Within it gradients stay on their process until `adding_up`, and weights that have been
-    gathered until `reshard_modules`; those of the layers `passing` come and go with each pass.
+    """Context manager for a step: accumulate gradients locally until `adding_up`, and keep gathered
+    weights until `reshard_modules`; layers in `passing` are gathered and freed in each pass.
 
-    On exit, also after an error, all weights are divided again. An error forgets the gradients that
-    were not added up.
+    On exit, also after an error, all weights are sharded again. After an error, gradients that were
+    not reduced are dropped.
     """
     if not isinstance(base, FSDPModule):
         yield
@@ -138,16 +143,15 @@ def one_step(base: nn.Module, passing: Sequence[nn.Module] = ()) -> Iterator[Non
         _forget(base)
         raise
     finally:
-        reshard(base)  # left gathered by an evaluation they would hide gradients of later steps
+        reshard(base)  # weights left gathered by an evaluation would hide later gradients
         for own in (group for module in sharded_modules(base) for group in _groups(module)):
-            own._post_forward_indices.clear()  # else both grow with each pass of an evaluation
+            own._post_forward_indices.clear()  # both grow with each pass of an evaluation
             getattr(own.comm_ctx, "post_forward_order", []).clear()
 
 
 @contextmanager
 def freed_behind_passes(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Within it FSDP2 gathers the weights of these modules when a pass comes to each, and frees
-    them behind it."""
+    """Context manager: FSDP2 gathers these modules before each pass, and frees them after it."""
     with ExitStack() as stack:
         for module in modules:
             for setting in (module.set_reshard_after_forward, module.set_reshard_after_backward):
@@ -158,8 +162,8 @@ def freed_behind_passes(modules: Sequence[FSDPModule]) -> Iterator[None]:
 
 @contextmanager
 def _gathered_ahead(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Within it a backward gathers each of these modules while that behind it runs: by themselves
-    gathers wait for the reduction before them. Forwards have none between their gathers."""
+    """Context manager: in a backward, gather each module while the next one's backward runs. By
+    default a gather waits for the reduction before it; forwards have no reductions."""
     for before, module in pairwise(modules):
         module.set_modules_to_backward_prefetch([before])
     try:
@@ -173,13 +177,12 @@ def _gathered_ahead(modules: Sequence[FSDPModule]) -> Iterator[None]:
 def one_layer_at_a_time(
     base: nn.Module, ranks: Ranks, place: str
 ) -> Iterator[Callable[[Mapping[str, float]], dict[str, float]]]:
-    """Gather each group when a pass comes to it, and free it behind the pass: for a check, which no
-    plan tells when. The root stays whole. Use it inside `one_step`.
+    """Context manager for checks, which have no plan: gather each group before its pass and free it
+    afterwards; the root stays gathered. Use it inside `one_step`.
 
-    The processes of the stage agree before each gather, and at the end, that none of them has
-    failed: where one has, all raise. So they must run the same passes, and what they decide by must
-    be equal. The yielded function returns the highest of each number that they give it. `place`:
-    see `consensus.together`.
+    The processes of the stage agree before each gather, and on exit, that none has failed; if one
+    has, all raise. So they must run the same passes and decide by equal numbers: the yielded
+    function returns the maximum over processes of each number. `place`: see `consensus.together`.
     """
     group, goes_on = ranks.stage_group, True
 
@@ -199,7 +202,7 @@ def one_layer_at_a_time(
         agree()
         bits = torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64)
         rows = torch.tensor(gathered(ranks, bits.tolist(), group)).view(torch.float64)
-        return dict(zip(numbers, rows.amax(0).tolist(), strict=True))  # NaN where one has it
+        return dict(zip(numbers, rows.amax(0).tolist(), strict=True))  # amax propagates NaN
 
     root: object = base
     layers = [module for module in sharded_modules(base) if module is not root]
@@ -212,14 +215,14 @@ def one_layer_at_a_time(
             yield highest
             agree()
         except Exception as error:
-            if goes_on and not is_lost(error):  # others are about to agree
+            if goes_on and not is_lost(error):  # join the agreement that others wait in
                 failure_of(ranks, outcome_of(error), group, place=place)
             raise
 
 
 @contextmanager
 def whole(base: nn.Module, name: str) -> Iterator[None]:
-    """Within it the weights of a module, by its name, are here, with all of its group."""
+    """Context manager: gather the FSDP2 group that has the weights of the named module."""
     path = name.split(".")
     owners = (base.get_submodule(".".join(path[:n])) for n in range(len(path), -1, -1))
     owner = next((module for module in owners if isinstance(module, FSDPModule)), None)
@@ -236,9 +239,11 @@ def whole(base: nn.Module, name: str) -> Iterator[None]:
 def adding_up(
     modules: Sequence[FSDPModule], *, is_complete: bool = True, is_last: bool = False
 ) -> Iterator[None]:
-    """Within it a backward adds the gradients of these modules up over the processes. Unless
-    `is_complete`, a later one adds to them, and groups that each hold all weights (HSDP) add theirs
-    up then. `is_last`: the root is among them, and no backward follows."""
+    """Context manager: a backward inside reduce-scatters the gradients of these modules.
+
+    `is_complete`: also all-reduce them between HSDP replicas; False if a later backward adds to
+    them. `is_last`: the root is among the modules, and no backward follows.
+    """
     for module in modules:
         _fill_sums(module)
         if not adds_unused():
@@ -247,13 +252,13 @@ def adding_up(
         module.set_requires_all_reduce(is_complete, recurse=False)
         module.set_is_last_backward(is_last)
     yield
-    for module in modules:  # any further backward would add them up again
+    for module in modules:  # a further backward would reduce them again
         module.set_requires_gradient_sync(False, recurse=False)
 
 
 def end_gather(module: FSDPModule) -> None:
-    """Wait for a gather that no pass has waited for: the next one would hand out its weights, which
-    are old by then. One that failed, with the process that it came from, is dropped."""
+    """Finish a gather that no pass has waited for: the next unshard would return its outdated
+    weights. A gather that failed with another process is dropped."""
     for group in _groups(module):
         try:
             group.wait_for_unshard()
@@ -262,8 +267,8 @@ def end_gather(module: FSDPModule) -> None:
 
 
 def _fill_sums(module: FSDPModule) -> None:
-    """Give all trained parameters of a module a sum over chunks where one has it: FSDP2 adds up no
-    mixture of dtypes. With one chunk the head alone has a sum, of its tiles."""
+    """If one trained parameter of a module has a float32 sum over chunks, give all of them one:
+    FSDP2 reduces no mixture of dtypes. With one chunk only the head has a sum, over tiles."""
     own = [p for p in _divided(module) if hasattr(p, "_unsharded_param")]
     if all(p.unsharded_accumulated_grad is None for p in own):
         return
@@ -275,7 +280,7 @@ def _fill_sums(module: FSDPModule) -> None:
 
 
 def _forget(base: Any) -> None:
-    """Bring FSDP2 back from the middle of a pass, without the gradients of the step."""
+    """Reset FSDP2 after an error inside a pass, and drop the gradients of the step."""
     for module in sharded_modules(base):
         end_gather(module)
     if base._get_fsdp_state()._is_root and hasattr(base, "reset_iter_state"):  # it has been entered
@@ -287,8 +292,8 @@ def _forget(base: Any) -> None:
 
 
 def _give_zeros(module: FSDPModule) -> None:
-    """Give gradients of zeros to gathered parameters that no backward has reached so far: FSDP2
-    leaves others out of its sum, where they are unused on this process only."""
+    """Set zero gradients on gathered parameters that no backward has reached: FSDP2 would leave
+    them out of the reduce-scatter, though other processes may use them."""
     for parameter in _divided(module):
         gathered = getattr(parameter, "_unsharded_param", None)
         if gathered is None or not gathered.requires_grad:
@@ -298,12 +303,12 @@ def _give_zeros(module: FSDPModule) -> None:
 
 
 def _divided(module: FSDPModule) -> list[Any]:
-    """FSDP2's own records of a module's parameters."""
+    """Return FSDP2's records (FSDPParam) of a module's parameters."""
     return [parameter for group in _groups(module) for parameter in group.fsdp_params]
 
 
 def _groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's own records of what a module gathers together."""
+    """Return FSDP2's parameter groups (FSDPParamGroup) of a module."""
     state: Any = module._get_fsdp_state()
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.12 at most one
@@ -314,7 +319,7 @@ def _groups(module: FSDPModule) -> list[Any]:
 def _refuse_indivisible(
     base: nn.Module, layers: Sequence[nn.Module], unchanged: Sequence[nn.Parameter]
 ) -> torch.dtype:
-    """The dtype of the trained parameters; raises UnsupportedModelError."""
+    """Return the trained parameters' dtype. Raises UnsupportedModelError if FSDP2 cannot shard."""
     names = {id(parameter): name for name, parameter in base.named_parameters()}
     trained = {p.dtype for p in base.parameters() if p.requires_grad}
     scalar = next((n for n, p in base.named_parameters() if not p.ndim), None)
@@ -344,8 +349,8 @@ def _refuse_indivisible(
 
 
 def _shared_between(base: nn.Module, layers: Sequence[nn.Module]) -> str | None:
-    """The name of a parameter that two groups have, or one and what is beside all of them: they
-    would be gathered and added up apart."""
+    """Return the name of a parameter shared by two groups, or by a group and the root, which FSDP2
+    would gather and reduce twice; None without one."""
     own = {id(layer) for layer in layers}
     prefixes = [f"{name}." for name, module in base.named_modules() if id(module) in own]
     seen: dict[int, str] = {}
@@ -363,10 +368,11 @@ def clip_gradients(
     *,
     counted_elsewhere: Collection[nn.Parameter] = (),
 ) -> float:
-    """The L2 norm of all gradients before clipping, the same on all processes, which call it
-    together; above `max_norm` (None: no bound) they are scaled down to it.
+    """Clip gradients to a global L2 norm of `max_norm` (None: do not clip); return the norm before
+    clipping, equal on all processes. A collective.
 
-    `counted_elsewhere`: parameters that another stage has, too, and counts.
+    `counted_elsewhere`: replicated parameters (tied embeddings) that another stage adds to the
+    norm.
     """
     clipped = list(parameters)
     elsewhere = {id(parameter) for parameter in counted_elsewhere}
@@ -376,7 +382,7 @@ def clip_gradients(
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if ranks is not None and ranks.pp > 1:
-        # of no gradients it lies on the CPU, where others of the group do not wait
+        # without gradients the norm is a CPU tensor, but the group reduces on the device
         square = norm.to(clipped[0].device).double().square()
         dist.all_reduce(square, group=ranks.mesh["pp"].get_group())
         norm = square.sqrt()
