@@ -1,4 +1,4 @@
-"""Entry points of a training loop: `forward_backward`, and `Engine`, which keeps its settings."""
+"""The API for training loops: `forward_backward`, and `Engine`, which stores its settings."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ from furlong.values import TokenFunction, log_prob, require_function
 
 
 def _nothing() -> None:
-    """The watch of a caller who gave none: it lets every action pass."""
+    """The default `watch`: does nothing."""
 
 
 def _extras(token_loss: TokenFunction | None) -> tuple[str, ...] | None:
-    """The `extras` of `shift_labels` for a loss."""
+    """Return the names of extra per-token tensors that a loss accepts; None: any."""
     if token_loss is None:
         return (WEIGHTS,)
     require_function(token_loss, "token_loss")
@@ -71,7 +71,7 @@ def _extras(token_loss: TokenFunction | None) -> tuple[str, ...] | None:
 
 
 class Engine:
-    """A model ready for chunk-wise training, with the settings of its calls."""
+    """A model prepared for training in chunks, with the settings of its calls."""
 
     def __init__(
         self,
@@ -84,21 +84,26 @@ class Engine:
         process_group: ProcessGroup | None = None,
         offload_weights: bool = False,
     ) -> None:
-        """`max_seq_len`: the run's longest sequence, needed by RoPE of type longrope only.
-        `compute_dtype`: the dtype in which float32 weights compute (None: as they are).
-        `storage`: bounds and folder of the CPU memory and disk; a later engine of the same model
-        may set others, None leaves them.
-        `ranks`: the processes of one run (`runtime.distributed.mesh.make_ranks`), each with the
-        same model, or in a pipeline with what its stage has of it (`models.build.build_model`); or
-        `process_group`, for replicas alone. Those of a stage divide its weights by FSDP2, for good:
-        make the optimizer after the engine. Every call is then one of all processes.
-        `offload_weights`: weights, gradients and what an optimizer keeps of them lie in CPU memory,
-        and come to the device where the plan has an Unshard; needs a process group, of one process
-        too.
+        """Wrap a model, check it against its own forward and, with ranks, shard it.
 
-        Raises UnsupportedModelError, by name, for a model that cannot be trained exactly. A model
-        is checked against its own forward on first use, and again when its modules, its config,
-        its dtype or its device have changed.
+        The check is repeated when the model's modules, config, dtype or device change.
+
+        Args:
+            max_seq_len: The run's longest sequence in tokens; required by longrope RoPE only.
+            compute_dtype: The dtype that float32 weights compute in; None: each weight's dtype.
+            storage: Limits and folder for CPU memory and disk. A later engine of the same model may
+                change it; None keeps it.
+            ranks: The processes of a run (`runtime.distributed.mesh.make_ranks`). Each has the same
+                model or, in a pipeline, its stage's part (`models.build.build_model`). FSDP2 shards
+                weights within a stage, permanently: create the optimizer after the engine. Every
+                call is then made by all processes together.
+            process_group: Instead of `ranks`, for data-parallel replicas.
+            offload_weights: Keep weights, gradients and optimizer states in CPU memory; weights are
+                copied to the device where the plan has an Unshard. Requires `ranks` or
+                `process_group`, also on one process.
+
+        Raises:
+            UnsupportedModelError: For a model that cannot be trained exactly, with the reason.
         """
         is_float = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
         if compute_dtype is not None and not is_float:
@@ -131,25 +136,25 @@ class Engine:
 
     @property
     def ranks(self) -> Ranks | None:
-        """The processes that call this engine together; None where one is alone."""
+        """The processes that call this engine together; None for a single process."""
         return self._session.ranks
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
-        """This process's parameters that another one has, too, and counts."""
+        """Replicated parameters (tied embeddings) that another stage adds to the gradient norm."""
         return self._session.counted_elsewhere
 
     def reads(self, plan: ChunkPlan) -> list[int]:
-        """The sequences of a plan of which this process reads tokens or labels."""
+        """Return the seq_ids of a plan whose tokens or labels this process reads."""
         with self._session.alone():
             return read_sequences(plan, self._session.rank, self._session.rows_of(plan))
 
     def clip_gradients(self, max_norm: float | None) -> float:
-        """The L2 norm of the gradients of all processes, which call it together; above `max_norm`
-        (None: no bound) they are scaled down to it."""
+        """Clip gradients to a global L2 norm of `max_norm` (None: do not clip); return the norm
+        before clipping. All processes call it together."""
         place, ranks = "a call of clip_gradients", self.ranks
         with self._session.heard(place):
-            if ranks is not None:  # who has a gradient adds up norms with others
+            if ranks is not None:  # norms are all-reduced, so all must have the same gradients
                 owned = {
                     f"stage {ranks.stage}, gradient of {name}": parameter.grad is not None
                     for name, parameter in self.model.model.named_parameters()
@@ -164,9 +169,9 @@ class Engine:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Give back what calls on this model, also those of a `furlong.chunked` one, keep for the
-        next call: memory, threads, the file, and the groups between stages, for which all processes
-        call it. A later call takes its own. What lives between a forward and its backward stays."""
+        """Free the memory, threads, file and process groups that calls on this model, also through
+        `furlong.chunked`, keep for the next one, which recreates them. With several pipeline stages
+        all processes call it. Tensors between a forward and its backward stay."""
         with self._session.alone():
             self._session.state.close()
         if self.model.device.type == "cuda":
@@ -177,11 +182,18 @@ class Engine:
     def plan(
         self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool = True
     ) -> ChunkPlan:
-        """The plan of a batch with sequences of `seq_lens` tokens; without backward it evaluates.
-        Where `options` sample, a draw in which no chunk is known to have labels. Replicas get about
-        equal tokens each, a pool divides every chunk, a pipeline goes in state-aware 1F1B.
+        """Return the plan of a batch with sequences of `seq_lens` tokens.
 
-        Raises ConfigError for lengths that are no whole numbers and for what is no `ChunkOptions`.
+        Replicas get about equal numbers of tokens, sequence-parallel groups divide every chunk, and
+        pipelines run state-aware 1F1B.
+
+        Args:
+            seq_lens: Tokens of each sequence of the batch, of all replicas.
+            options: How to chunk. With sampling, chunks are drawn as if none had labels.
+            backward: False plans an evaluation.
+
+        Raises:
+            ConfigError: For lengths that are not positive integers, or options of another type.
         """
         lens = require_seq_lens(seq_lens)
         with self._session.call("a call of plan"):
@@ -214,15 +226,23 @@ class Engine:
         watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
     ) -> StepResult:
-        """Obey a plan, of this engine or of a file, with sequences of the lengths it was made for.
+        """Run a plan, from `plan` or from a file, on sequences of its lengths.
 
-        `sequences`: those of the whole batch, or a mapping of `seq_id` to each whose tokens this
-        process reads, which a middle stage does of none; then `num_valid_tokens`, of the whole
-        batch, is required. `token_loss`: see `forward_backward`. `weights`: by sequence of the
-        plan, how often its loss counts in the gradient; losses are told as they are. `watch`: see
-        `run` of `Executor`; `measuring`: see `Measuring`; the outcome is as in
-        `furlong.forward_backward`. Raises PlanError for a plan that breaks a rule or is of other
-        ranks, DataError for sequences of other lengths and for weights of a plan that samples.
+        Args:
+            sequences: All sequences of the batch, or a mapping from seq_id to those that this
+                process reads (see `reads`); then `num_valid_tokens` is required.
+            num_valid_tokens: The divisor of the loss, for the whole batch.
+            token_loss: See `forward_backward`.
+            weights: Factor of each sequence's loss in the gradient; reported losses are unweighted.
+            watch: Called after each action; an error that it raises ends the step.
+            measuring: See `runtime.profile.Measuring`.
+
+        Returns:
+            The result, as of `furlong.forward_backward`.
+
+        Raises:
+            PlanError: For a plan that breaks a rule, or was made for other ranks.
+            DataError: For sequences of other lengths, or weights with a plan that samples.
         """
         session = self._session
         with session.call("a call of run"):
@@ -246,16 +266,20 @@ class Engine:
         share_prompts: bool = False,
         watch: Callable[[], None] = _nothing,
     ) -> StepResult:
-        """See `furlong.forward_backward`, and `run` of `Executor` for `watch`.
+        """Compute loss and gradients of a batch; see `furlong.forward_backward`.
 
-        `token_loss`: a function as in `furlong.values`, whose values (t,) are summed in the place
-        of the cross-entropy. Sequences may then hold more tensors (T, ...), which it gets as
-        extras, and leave labels out (the ids). With `token_weights` (T,) each loss counts that
-        often; the divisor is the number of labels still. `share_prompts`: see `token_values`; the
-        plan then follows from the tokens, and not from their lengths alone.
+        With several replicas each passes its own sequences, equal on all its processes. The result
+        covers all replicas, with sequences numbered replica by replica.
 
-        On several replicas each passes its own sequences, the same on all its processes; the
-        outcome is that of all, numbered replica by replica.
+        Args:
+            token_loss: A function as in `furlong.values`, whose values (t,) are summed instead of
+                the cross-entropy. Sequences may then contain more tensors (T, ...), which it gets
+                as extras, and omit labels (default: input_ids).
+            share_prompts: See `token_values`; the plan then depends on tokens, not lengths only.
+            watch: See `run`.
+
+        A sequence's `token_weights` (T,) multiply each token's loss; the sum is still divided by
+        the number of labels.
         """
         session = self._session
         with session.call("a call of forward_backward"):
@@ -284,21 +308,26 @@ class Engine:
         share_prompts: bool = True,
         watch: Callable[[], None] = _nothing,
     ) -> list[Tensor]:
-        """Values of each sequence's tokens, (T,) or (T, k), that a loss may be made of: its
-        `backward` walks the chunks, as exactly as `forward_backward`.
+        """Return differentiable values of each sequence's tokens, for any loss.
 
-        `sequences`: as there, where labels may be left out (the ids), and with any more tensors
-        (T, ...), which `fn` gets as extras. `fn`: see `furlong.values`; default its `log_prob()`.
-        Entry t is about token t; entry 0 and tokens without a label are 0. `gradients`: returned to
-        autograd, or added to `.grad` without a second copy, of which an error leaves a part in a
-        `.grad` that was there. Between forward and backward lives what `options.keep` says of all
-        sequences of the call, and no graph (`num_retained` is 0). Under `torch.no_grad` there is no
-        graph at all. A tensor that `fn` closes over gets no gradient but what is added to its
-        `.grad`.
+        The loss's backward runs the chunks' backwards, as exact as `forward_backward`. In between,
+        `options.keep` tensors of all sequences are kept, and no graph (`num_retained` is 0). Under
+        `torch.no_grad` the values have no graph.
 
-        `share_prompts`: sequences whose first tokens are equal, at least a chunk of them, share
-        their computation, on one device. It changes no value but by rounding. `watch`: see `run` of
-        `Executor`.
+        Args:
+            sequences: As in `forward_backward`; labels may be omitted (default: input_ids), and
+                further tensors (T, ...) are passed to `fn` as extras.
+            fn: See `furlong.values`; default: its `log_prob()`. Gradients of tensors captured by
+                `fn` are accumulated in their `.grad`; autograd does not return them.
+            gradients: "returned" to autograd, or "added" to `.grad` without a second copy; then an
+                error may leave part of a gradient in an existing `.grad`.
+            share_prompts: On one device, sequences with equal first tokens, at least a chunk of
+                them, share their computation. Values change by rounding only.
+            watch: See `run`.
+
+        Returns:
+            (T,) or (T, k) for each sequence. Entry t is about token t; entry 0, and tokens without
+            a label, are 0.
         """
         return token_values(
             self._session, sequences, options, fn or log_prob(), gradients,
@@ -313,7 +342,7 @@ class Engine:
         gradients: Gradients = "returned",
         share_prompts: bool = True,
     ) -> list[Tensor]:
-        """Final hidden states (T, D) of each sequence, for a head of the caller's own; see
+        """Return differentiable final hidden states (T, D) of each sequence, for a custom head; see
         `token_values`. Labels are not needed."""
         return token_values(
             self._session, sequences, options, None, gradients, share_prompts=share_prompts
@@ -331,22 +360,26 @@ def forward_backward(
     compute_dtype: torch.dtype | None = None,
     storage: Storage | None = None,
 ) -> StepResult:
-    """Loss and exact gradients of a global batch, computed chunk by chunk.
-
-    model: a Hugging Face causal decoder, also compiled or with adapters of peft.
-    sequences: one dict per sequence, {"input_ids": (T,) int64, "labels": (T,) int64}, unpadded;
-        labels are unshifted as in transformers, -100 where there is none. Or what
-        `furlong.integrations.unpad` makes of a padded or packed batch.
-    num_valid_tokens: the divisor of the summed loss; default: the labelled tokens of this call.
-        With the count of a global batch, several calls add up to that batch's gradients exactly.
-    backward: False evaluates: no gradients.
-    max_seq_len, compute_dtype, storage: see `Engine`.
+    """Compute loss and exact gradients of a global batch, chunk by chunk.
 
     Gradients of sum(loss) / num_valid_tokens are added to the parameters' `.grad`. Train mode,
-    requires_grad and the attention implementation are afterwards as before, also after an error
-    (then part of the gradients may have been added). Raises UserError for what the caller can mend.
+    requires_grad and attention implementation are restored, also after an error, which may leave
+    part of the gradients added. Buffers and the result of the start-up check are kept as long as
+    the model.
 
-    Buffers and the start-up check's outcome live as long as the model.
+    Args:
+        model: A Hugging Face causal decoder, also compiled or with peft adapters.
+        sequences: One dict per sequence, {"input_ids": (T,) int64, "labels": (T,) int64}, unpadded;
+            labels are unshifted as in transformers, -100 for none. Or the result of
+            `furlong.integrations.unpad` for a padded or packed batch.
+        options: How to chunk; default: `ChunkOptions()`.
+        num_valid_tokens: The divisor of the summed loss; default: the labels of this call. With
+            the count of a global batch, several calls add up to that batch's exact gradients.
+        backward: False evaluates, without gradients.
+        max_seq_len, compute_dtype, storage: See `Engine`.
+
+    Raises:
+        UserError: For models, data and options that are refused, with what to change.
     """
     engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage)
     return engine.forward_backward(sequences, options or ChunkOptions(), num_valid_tokens, backward)

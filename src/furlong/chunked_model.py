@@ -1,9 +1,9 @@
-"""The decoder's forward in chunks: `chunked(model, options)`, for trainers that call a model whole.
+"""The decoder's forward in chunks: `chunked(model, options)`, for trainers that call the model.
 
-A trainer calls the model; the model calls its decoder; there the batch is cut into chunks, and what
-comes back are final hidden states with a graph. Head and loss are the caller's own, so a trainer
-runs unchanged. What makes no gradient and makes a cache, as generation does, goes the old way, and
-so does everything in a copy of the model.
+A trainer calls the model, and the model calls its decoder, whose forward cuts the batch into chunks
+and returns final hidden states with a graph. Head and loss stay the model's or the trainer's, so a
+trainer runs unchanged. Calls without gradients that make a cache, such as generation, use the
+original forward, and so do copies of the model.
 
     B rows of a batch, T columns, D hidden size
 """
@@ -41,9 +41,9 @@ from furlong.runtime.two_phase import token_values
 
 _FORWARD = "furlong_forward"
 _LABELS = "furlong_labels"
-_SET = (_FORWARD, "forward", _LABELS)  # what `chunked` adds to a decoder
+_SET = (_FORWARD, "forward", _LABELS)  # attributes that `chunked` sets on a decoder
 _READ = {"input_ids", "attention_mask", "position_ids", "use_cache", *CACHE_ARGUMENTS}
-# logits_to_keep is for a head, margin for the loss of TRL's RewardTrainer: no decoder reads them
+# not read by decoders: logits_to_keep is for heads, margin for TRL's RewardTrainer loss
 _HARMLESS = {
     "cache_position", "num_items_in_batch", "return_dict", "is_causal", "logits_to_keep", "margin",
 }  # fmt: skip
@@ -80,21 +80,25 @@ def chunked(
     storage: Storage | None = None,
     share_prompts: bool = True,
 ) -> _M:
-    """The model, whose forward goes through chunks where a gradient is wanted.
+    """Make a model's forward run in chunks when gradients are needed; return the model.
 
-    `options`: None: `keep="auto"`, which is what memory has room for, and the other defaults;
-    graphs are not kept (`num_retained` is 0). `share_prompts`: rows of a call whose first tokens
-    are equal, at least a chunk of them, share their computation. The other arguments are those of
-    `furlong.Engine`. Call it before a trainer is made of the model, for its reference model too,
-    and before or after adapters are added; `unchunked` undoes it, and another call sets other
-    options. Autocast, hooks, `DistributedDataParallel` around the model and `torch.autograd.grad`
-    work as ever, but for what a hook keeps of a layer's outputs, which are those of a chunk and
-    have no gradient. Logits are the model's own, of all tokens at once. Evaluation goes in chunks
-    where it makes no cache: with labels, or where `use_cache`, unsaid that of the config, is False.
+    Call it before a trainer is created, also for a reference model, and before or after adapters
+    are added. `unchunked` undoes it, and another call changes the options. Any head works, such as
+    a reward model's, and logits are computed for all tokens at once. Autocast, hooks,
+    `DistributedDataParallel` and `torch.autograd.grad` work as before, except that a layer's
+    outputs in a hook are those of a chunk, without a gradient. Evaluations run in chunks if they
+    make no cache: with labels, or with `use_cache` (default: the config's) False.
 
-    Raises UnsupportedModelError, by name, for a model that cannot be trained exactly; a call of the
-    model raises ConfigError or DataError for what chunks do not know. The head may be any, such
-    as that of a reward model.
+    Args:
+        options: Default: `keep="auto"`, which keeps as much as memory holds. Graphs are not kept
+            (`num_retained` is 0).
+        max_seq_len, storage: See `furlong.Engine`.
+        share_prompts: Rows of a call with equal first tokens, at least a chunk of them, share their
+            computation.
+
+    Raises:
+        UnsupportedModelError: For a model that cannot be trained exactly. Calls of the model raise
+            ConfigError or DataError for arguments that chunks do not support.
     """
     options = options or ChunkOptions(keep="auto")
     require_type(options, ChunkOptions)
@@ -125,15 +129,15 @@ def chunked(
 
 
 def unchunked(model: _M) -> _M:
-    """The model, with the decoder's own forward again."""
+    """Restore the decoder's original forward; return the model."""
     inside = [module for module in model.modules() if _FORWARD in module.__dict__]
-    for decoder in inside or [_decoder(model)]:  # also in what chunked would refuse by now
+    for decoder in inside or [_decoder(model)]:  # also in models that `chunked` would refuse now
         _remove(decoder)
     return model
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The decoder's forward: through chunks, or as it was."""
+    """The decoder's forward: in chunks, or the original in a copy of the model."""
     in_chunks = self.__dict__.get(_FORWARD)
     if in_chunks is None:  # a copy of the model, or one that was loaded
         return type(self).forward(self, *args, **kwargs)
@@ -165,7 +169,7 @@ class ChunkedForward:
     share_prompts: bool
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # copies of the model, and saved ones, have none
+        return type(None), ()  # copied and saved models have None here
 
     def __call__(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
         given = _named(decoder, args, kwargs)
@@ -177,7 +181,7 @@ class ChunkedForward:
             has_cache=_makes_cache(decoder, given), model_type=decoder.config.model_type,
         )  # fmt: skip
         with ExitStack() as modes:
-            if torch.is_inference_mode_enabled():  # buffers outlive it, in which others may record
+            if torch.is_inference_mode_enabled():  # pooled buffers outlive this mode
                 modes.enter_context(torch.inference_mode(False))
                 modes.enter_context(torch.no_grad())
             states = token_values(
@@ -187,8 +191,8 @@ class ChunkedForward:
         return output.to_tuple() if given.get("return_dict") is False else output
 
     def wants_gradients(self, given: Mapping[str, Any]) -> bool:
-        """Whether autograd would record the call: for a parameter, what is passed (embeddings, or
-        cached keys and values, of prompt tuning), or what a hook adds."""
+        """Whether autograd would record the call: because of a parameter, an argument (embeddings
+        or cached K,V of prompt tuning), or a hook."""
         if not torch.is_grad_enabled():
             return False
         parameters = self.session.given.parameters()
@@ -198,14 +202,14 @@ class ChunkedForward:
             return self.session.records()
 
     def is_plain(self, decoder: Any, given: Mapping[str, Any]) -> bool:
-        """Whether the call goes to the decoder's own forward: it is one of ours, or makes no
-        gradient, and has a cache or makes one."""
+        """Whether to call the original forward: for furlong's own calls, and for calls without
+        gradients that use or make a KV cache."""
         if self.session.state.is_inside:
             return True
         use_cache = given.get("use_cache")
         caches = _caches(given)
         if not self.wants_gradients(given):
-            # a step of training that leaves it unsaid has no use for a cache
+            # in train mode a cache counts only if `use_cache` asks for it
             makes = _makes_cache(decoder, given) and not (use_cache is None and decoder.training)
             return makes or bool(caches) or given.get("input_ids") is None
         if any(x.requires_grad for x in _tensors(caches)):
@@ -220,7 +224,7 @@ class ChunkedForward:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments of a call, and those of a cache's layers."""
+    """Yield the tensors in a call's arguments, also in layers of a cache."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -231,12 +235,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _caches(given: Mapping[str, Any]) -> list[Any]:
-    """Return the caches among arguments of a call, under the names of any release."""
+    """Return the caches in a call's arguments, under their names in any release."""
     return [given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None]
 
 
 def _makes_cache(decoder: Any, given: Mapping[str, Any]) -> bool:
-    """Whether transformers would make a cache, beside which it does not look for packing."""
+    """Whether transformers would make a cache; it then does not detect packed sequences."""
     if getattr(decoder, "gradient_checkpointing", False) and decoder.training:
         return False
     use_cache = given.get("use_cache")
@@ -244,7 +248,7 @@ def _makes_cache(decoder: Any, given: Mapping[str, Any]) -> bool:
 
 
 def _named(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """Return the arguments of a call by name."""
     if not args:
         return kwargs
     bound = inspect.signature(type(decoder).forward).bind_partial(decoder, *args).arguments
@@ -252,7 +256,7 @@ def _named(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the arguments that chunks do not know."""
+    """Raise ConfigError for arguments that chunks do not support."""
     config = decoder.config
     asked = {name: True for name in _REFUSED if getattr(config, name, None) is True}
     given = asked | {name: x for name, x in given.items() if x is not None}
@@ -276,19 +280,19 @@ def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
 
 
 def _joined(input_ids: Tensor, starts: list[int], states: list[Tensor]) -> Tensor:
-    """Hidden states (B, T, D) of sequences that begin in cells `starts`, 0 at all others."""
+    """Scatter sequences (t, D) to flat offsets `starts` of a zero tensor (B, T, D)."""
     if len(states) == 1 and input_ids.shape == (1, len(states[0])):
         return states[0][None]
-    # where a head alone trains, a gradient by padding must arrive somewhere, too
+    # if only a head trains, gradients at padding must reach this node all the same
     leaf = states[0].new_empty(0, requires_grad=torch.is_grad_enabled())
     cells: Tensor = _Joined.apply(input_ids.numel(), starts, leaf, *states)  # type: ignore[no-untyped-call]
     return cells.view(*input_ids.shape, -1)
 
 
 class _Joined(torch.autograd.Function):
-    """The cells (B * T, D) of a batch, made of its sequences, and 0 at padding.
+    """Scatters sequences into (B * T, D), with 0 at padding.
 
-    It lies on every gradient's way to the sequences, so that none passes by the refusal.
+    All gradients pass this node, so one at padding is always refused.
     """
 
     @staticmethod
@@ -302,7 +306,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Raises DataError for a gradient by padding; one that overflowed has none."""
+        """Raise DataError for a gradient at padding, except NaN and inf of an overflowed loss."""
         gaps = zip([0, *ctx.stops], [*ctx.starts, len(grad)], strict=True)
         padding = torch.cat([grad[start:stop] for start, stop in gaps])
         if bool(padding.nan_to_num(0, 0, 0).any()):
@@ -314,10 +318,10 @@ class _Joined(torch.autograd.Function):
 def _with_labels(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A hook before a model's forward, for calls with labels and without a gradient: an evaluation.
+    """Forward pre-hook for evaluations: calls with labels and without gradients.
 
-    It makes no cache unless it asks for one, so that it goes through chunks. Its loss would not
-    tell that it was made of padding: raises DataError for the labels that make it so.
+    Sets use_cache=False unless the call sets it, so that the evaluation runs in chunks. Raises
+    DataError for labels at padding: without a backward nothing else would detect them.
     """
     decoder: Any = decoder_of(model)
     in_chunks: ChunkedForward | None = decoder.__dict__.get(_FORWARD)
@@ -333,7 +337,7 @@ def _with_labels(
     if in_chunks.is_plain(decoder, given):
         return None
     if (
-        model.get_output_embeddings() is not None  # else labels are no next tokens
+        model.get_output_embeddings() is not None  # else labels are not next tokens
         and isinstance(labels, Tensor) and isinstance(mask, Tensor)
         and labels.ndim == 2 and labels.shape == mask.shape
         and labels_of_padding(labels, mask)

@@ -1,8 +1,7 @@
-"""The decoder families of transformers: the keys of their configs, what is special about some, and
-the releases on which all have been compared.
+"""The decoder families of transformers: config keys, special cases, and the tested releases.
 
-A family is trained if the engine's self-check finds it exact; its work and memory are measured
-(`models.describe`).
+A family can be trained if it passes the engine's self-check. Its FLOPs and memory are measured
+(`models.describe`), not listed here.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Any, Literal
 from furlong.version import __version__
 
 OLDEST_RELEASE, NEWEST_RELEASE = (5, 21), (5, 24)
-"""The first and the last release of transformers on which `benchmarks/families.py --check` has
-passed. On 5.17 it misses moshi, which is refused there, and cohere_compass_text, which fails."""
+"""The first and last release of transformers on which `benchmarks/families.py --check` passed.
+On 5.17 moshi is refused, and cohere_compass_text fails."""
 
-# Keys by their meaning: families spell them differently.
+# Config keys with one meaning, which families spell differently.
 ATTENTION_DROPOUTS = (
     "attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob",
 )  # fmt: skip
@@ -25,21 +24,21 @@ INNER_CHUNKS = ("mamba_chunk_size", "chunk_size", "block_size")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id")
 ATTENTION_BLOCK = "attention_chunk_size"
 CHUNKED = "chunked_attention"
-"""The value of `layer_types` for layers in which a token sees its own attention block only, of
-`attention_chunk_size` (ATTENTION_BLOCK) tokens."""
+"""The `layer_types` value of layers whose tokens attend within blocks of `attention_chunk_size`
+(ATTENTION_BLOCK) tokens."""
 Recurrent = Literal["none", "in chunks", "token by token"]
-"""How transformers' own code hands states on: by inner chunks of tokens (delta rules, Mamba 2,
+"""How transformers' PyTorch code computes recurrent states: in inner chunks (delta rules, Mamba 2,
 linear attention; short convolutions at once), or token by token (Mamba, Griffin)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The special sides of one `model_type` of transformers."""
+    """The special cases of one `model_type` of transformers."""
 
     not_in_chunks: str = ""
-    """Why no model of this type is trained in chunks, as the end of "which ..."; "" for others."""
+    """Why this type cannot be trained in chunks, as the end of "which ..."; "" if it can."""
     whole: str = ""
-    """Why its decoder is not divided between layers, as the end of "which ..."; "" for others."""
+    """Why its layers cannot be split into stages, as the end of "which ..."; "" if they can."""
     recurrent: Recurrent = "none"
     shares_block: bool = False
     """Whether some layers share the weights of a block of attention and MLP (Zamba)."""
@@ -79,16 +78,16 @@ FAMILIES: dict[str, Family] = {
     "zamba": Family(whole=_EMBEDS, recurrent="token by token", shares_block=True),
     "zamba2": Family(whole=_EMBEDS, recurrent="in chunks", shares_block=True),
 }
-"""The families with something special."""
+"""The families with special cases, by `model_type`."""
 
 
 def family_of(model_type: str) -> Family:
-    """The row of a `model_type`; a plain one where it has none."""
+    """Return the row of a `model_type`; a default one for those without."""
     return FAMILIES.get(model_type, Family())
 
 
 def for_all_layers(config: Any, name: str, default: Any = None) -> Any:
-    """An attribute of a transformers config, the default also where layers differ in it."""
+    """Return an attribute of a transformers config; the default also if layers differ in it."""
     try:
         return getattr(config, name, default)
     except RuntimeError:  # transformers' own, of a config that has one value per layer
@@ -96,7 +95,7 @@ def for_all_layers(config: Any, name: str, default: Any = None) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of what computes, by package; import none of them."""
+    """Return the installed versions of furlong, torch and transformers, without importing them."""
     from importlib.metadata import version
 
     return {"furlong": __version__} | {name: version(name) for name in ("torch", "transformers")}

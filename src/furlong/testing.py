@@ -1,6 +1,6 @@
-"""Gradients of a model's own unchunked forward, and how far others are from them.
+"""Reference loss and gradients of a model's unchunked forward, and relative errors.
 
-It is what `furlong verify`, the start-up check and the tests compare by.
+Used by `furlong verify`, the start-up check and the tests.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def num_labels(sequences: Batch) -> int:
 
 
 def reference_loss(model: nn.Module, sequences: Batch, *, backward: bool = True) -> float:
-    """Summed cross-entropy / labelled tokens, one whole sequence at a time; adds to `.grad`.
+    """Return the mean cross-entropy per label, one whole sequence at a time; adds to `.grad`.
 
-    The loss is in float32, or in float64 for a float64 model, whatever its logits are.
+    The loss is computed in float32, or float64 for a float64 model, whatever the logits' dtype.
     """
     wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     divisor, total = num_labels(sequences), 0.0
@@ -42,16 +42,16 @@ def reference_loss(model: nn.Module, sequences: Batch, *, backward: bool = True)
 
 
 def take_grads(model: nn.Module) -> Gradients:
-    """The gradients in float64, which are then cleared."""
+    """Return the gradients in float64 by name, and set `.grad` to None."""
     grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return grads
 
 
 def relative_error(given: Tensor | float, truth: Tensor | float, floor: float = 0.0) -> float:
-    """The norm of a difference, relative to that of the truth or to `floor` if that is larger; inf
-    for NaN, which no comparison would find."""
-    # a number is no tensor of torch's default device
+    """Return |given - truth| / max(|truth|, floor) in L2 norms; inf for NaN, as comparisons with
+    NaN are false."""
+    # numbers on the CPU, whatever torch's default device
     one, other = (
         x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
         for x in (given, truth)
@@ -65,10 +65,11 @@ def relative_error(given: Tensor | float, truth: Tensor | float, floor: float = 
 def worst_error(
     given: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, least: float = 1e-9
 ) -> tuple[float, str]:
-    """The largest relative error of any parameter's gradient, and its name; inf if one lacks.
+    """Return the largest relative error of a parameter's gradient, and its name; inf if one is
+    missing.
 
-    A gradient that is zero but for rounding has no direction: it counts against `least` of the norm
-    of all.
+    A gradient's norm counts as at least `least` of the total norm: one that is zero but for
+    rounding has no direction.
     """
     if given.keys() != truth.keys():
         return math.inf, min(given.keys() ^ truth.keys())
@@ -79,7 +80,7 @@ def worst_error(
 
 
 def worst_relative_error(given: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """The largest relative error of any parameter's gradient; all must be there."""
+    """Return the largest relative error of a parameter's gradient; the names must be equal."""
     assert given.keys() == truth.keys(), given.keys() ^ truth.keys()
     return worst_error(given, truth)[0]
 
@@ -89,5 +90,5 @@ def total_norm(grads: Mapping[str, Tensor]) -> float:
 
 
 def total_relative_error(given: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """The relative error over all parameters."""
+    """Return the relative error over all parameters together."""
     return total_norm({n: given[n] - truth[n] for n in truth}) / total_norm(truth)

@@ -1,6 +1,6 @@
-"""The timeline that an interpreter of a plan leaves behind, whether it ran or simulated it.
+"""The timeline of a step: when each action ran, measured by the executor or simulated.
 
-A run leaves that of its last step, with the plan, in a file of its folder.
+A run writes that of its last step, with the plan, to a file in its folder.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from furlong.plan.plan import Action, ChunkPlan
 from furlong.plan.text import format_action, load_plan, parse_action, save_plan
 
 MEASURED = "timeline.json"
-"""The name of a measured step's file in a run folder."""
+"""Name of a measured step's file in a run folder."""
 _VERSION = 1
 Lane = Literal["compute", "copy", "link"]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One action of one rank: when it ran, and the most that was in use while it did."""
+    """One action of one rank: when it ran, and its peak memory."""
 
     rank: int
     lane: Lane
     action: Action
-    """The action; on the lane "copy" the one beside which copies of offloaded tensors ran."""
+    """The action; on the lane "copy", the one during which offloaded tensors were copied."""
     start_s: float
     """Seconds since the start of the step."""
     stop_s: float
     device_bytes: int
-    """The peak of device memory while the action ran."""
+    """Peak of device memory during the action."""
     offloaded_bytes: int
-    """The peak of CPU memory and disk together, while the action ran."""
+    """Peak of offloaded bytes, in CPU memory and on disk together, during the action."""
 
     @property
     def text(self) -> str:
@@ -70,7 +70,7 @@ class Timeline:
         return dict(seconds)
 
     def to_json(self) -> list[list[Any]]:
-        """One list of plain values per record, in the order of Record's fields; actions as text."""
+        """Return a list per record, in the order of Record's fields, with actions as text."""
         return [
             [
                 *(r.rank, r.lane, format_action(r.action)),
@@ -81,7 +81,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, rows: object) -> Timeline:
-        """The timeline that `to_json` told. Raises ValueError or UserError for anything else."""
+        """Read the result of `to_json`. Raises ValueError or UserError for other values."""
         if not isinstance(rows, list):
             raise ValueError(f"a {type(rows).__name__} in the place of a list of records")
         return cls(tuple(map(_read_record, rows)))
@@ -100,21 +100,21 @@ def _read_record(row: object) -> Record:
 
 
 class MeasuredStep(NamedTuple):
-    """An optimizer step: its plan, and when each action ran."""
+    """An optimizer step with its plan and timeline."""
 
     step: int
     plan: ChunkPlan
     timeline: Timeline
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `read_measured` reads."""
+        """Return plain values that `read_measured` reads."""
         plan = json.loads(save_plan(self.plan))
         records = self.timeline.to_json()
         return {"version": _VERSION, "step": self.step, "plan": plan, "records": records}
 
 
 def read_measured(file: Path) -> MeasuredStep:
-    """The step that a run left. Raises ConfigError."""
+    """Read the measured step of a run. Raises ConfigError for a missing or other file."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("version") != _VERSION:

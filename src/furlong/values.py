@@ -1,9 +1,9 @@
-"""Values of tokens: functions of the logits that `Engine.token_values` takes, and a way to join.
+"""Token functions of the logits for `Engine.token_values`, and `stack` to combine them.
 
-Each is called with the logits (t, V) of a tile of tokens, in float32 or wider, their labels (t,),
-and what the sequences carry beside (`extras`, each (t, ...)); it returns (t,) or (t, k). A loss
-may be any function of what it returns. `forward_backward(token_loss=...)` takes the same functions,
-where the loss is their sum.
+A token function is called with logits (t, V) of a tile of tokens, in float32 or wider, their labels
+(t,), and the sequences' extra tensors (t, ...) by name; it returns (t,) or (t, k). Any loss may be
+computed from its values. `forward_backward(token_loss=...)` accepts the same functions; its loss is
+the sum of their values.
 
     t tokens of a tile, V vocabulary, k values per token
 """
@@ -24,7 +24,7 @@ TokenFunction = Callable[[Tensor, Tensor, Extras], Tensor]
 
 
 def log_prob(temperature: float = 1.0) -> TokenFunction:
-    """The log-probability of each label, of logits divided by `temperature`."""
+    """Log-probability of each label, with logits divided by `temperature`."""
     _require_temperature(temperature)
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
@@ -34,7 +34,7 @@ def log_prob(temperature: float = 1.0) -> TokenFunction:
 
 
 def entropy(temperature: float = 1.0) -> TokenFunction:
-    """The entropy of each token's distribution, in nats."""
+    """Entropy of each token's distribution in nats, with logits divided by `temperature`."""
     _require_temperature(temperature)
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
@@ -45,7 +45,7 @@ def entropy(temperature: float = 1.0) -> TokenFunction:
 
 
 def log_sum_exp() -> TokenFunction:
-    """The logarithm of the sum of each token's exponentiated logits; a z-loss is its square."""
+    """Log-sum-exp of each token's logits; a z-loss is its square."""
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
         return logits.logsumexp(-1)
@@ -54,8 +54,8 @@ def log_sum_exp() -> TokenFunction:
 
 
 def mean_logit() -> TokenFunction:
-    """The mean logit of each token. With `log_sum_exp` it makes label smoothing: the mean of all
-    log-probabilities is the one less the other."""
+    """Mean logit of each token. For label smoothing: mean_logit - log_sum_exp is the mean of all
+    log-probabilities."""
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
         return logits.mean(-1)
@@ -66,19 +66,22 @@ def mean_logit() -> TokenFunction:
 def top_k_kl(
     ids: str = "teacher_ids", log_probs: str = "teacher_log_probs", temperature: float = 1.0
 ) -> TokenFunction:
-    """The divergence KL(teacher || model) of each token over the teacher's `k` best ids.
+    """KL(teacher || model) of each token, over the teacher's top k ids and one other outcome.
 
-    `ids`, `log_probs`: names of the extras, (T, k) int64 and (T, k). What the teacher's k ids lack
-    of probability 1 is one more outcome, whose log-probability in the model is that of all other
-    ids. Of logits divided by `temperature`, which the teacher's must have been too.
+    The other outcome has the probability that is missing to 1, in the teacher and in the model.
+
+    Args:
+        ids: Name of the extra with the teacher's ids, (T, k) int64.
+        log_probs: Name of the extra with the teacher's log-probabilities, (T, k).
+        temperature: Divides the logits; the teacher's must have been divided by it, too.
     """
     _require_temperature(temperature)
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
         scaled, best = _scaled(logits, temperature), _extra(extras, ids).long()
-        lowest = math.log(torch.finfo(logits.dtype).tiny)  # 0 times a log of 0 would be no number
+        lowest = math.log(torch.finfo(logits.dtype).tiny)  # no 0 * log 0 = NaN
         known = _extra(extras, log_probs).to(logits.dtype).clamp(min=lowest)
-        # the rest is a sum over all other ids: 1 less the known would be rounding alone
+        # the rest as a sum over all other ids: 1 - sum(known) would be mostly rounding
         others = scaled.scatter(-1, best, torch.finfo(logits.dtype).min)
         total = scaled.logsumexp(-1, keepdim=True)
         rest = (others.logsumexp(-1, keepdim=True) - total).clamp(min=lowest)
@@ -89,7 +92,7 @@ def top_k_kl(
 
 
 def stack(*functions: TokenFunction) -> TokenFunction:
-    """The values of several functions side by side, (t, k), in one pass through the head."""
+    """Concatenate the values of several functions to (t, k), in one pass through the head."""
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
         found = [function(logits, labels, extras) for function in functions]
@@ -99,8 +102,8 @@ def stack(*functions: TokenFunction) -> TokenFunction:
 
 
 def require_function(function: object, name: str) -> None:
-    """Raise ConfigError for an argument `name` that is no function of logits, labels and extras,
-    or one of this module that was not called."""
+    """Raise ConfigError if the argument `name` is not callable, or is a function of this module
+    that returns a token function, such as `log_prob` without parentheses."""
     uncalled = function in (log_prob, entropy, log_sum_exp, mean_logit, top_k_kl, stack)
     if uncalled or not callable(function):
         name_of = getattr(function, "__name__", "")
@@ -114,7 +117,7 @@ def require_function(function: object, name: str) -> None:
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """Log-probabilities (t, k) and, behind them, that of everything else, (t, k + 1)."""
+    """Append the log-probability of all other ids to log-probabilities (t, k): (t, k + 1)."""
     tiny = torch.finfo(log_probs.dtype).tiny
     rest = (1 - log_probs.double().exp().sum(-1, keepdim=True)).clamp(min=tiny).log()
     return torch.cat([log_probs, rest.to(log_probs.dtype)], dim=-1)

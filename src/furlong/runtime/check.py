@@ -1,32 +1,33 @@
-"""The start-up self-check: is this model, cut into chunks, still the model that the user gave?
+"""The start-up self-check: does the model compute the same in chunks as in its own forward?
 
-Random sequences are computed whole by the model itself, and by the executor: a plan of three
-chunks, one of which drops its graph and computes it again from what it keeps. Compared are
+Random sequences are computed whole by the model itself, and by the executor with a plan of three
+chunks, one of which drops its graph and recomputes it. Compared are
 
-- of a few tokens, whose tail shares a chunk with another sequence: final hidden states, and the
-  gradient by the input embeddings of a loss at the last tokens alone. What reaches the embeddings
-  of the first chunks then came through keys and values of later ones, and nothing else;
-- the short sequence's logits, by the model's own forward, in chunks a few rows at a time.
+- of a sequence of a few tokens, whose tail shares a chunk with another one: final hidden states,
+  and the gradient with respect to the input embeddings of a loss at the last tokens only. Gradients
+  of the first chunks' embeddings then come through K,V that later chunks read, and only so;
+- the short sequence's logits, where chunks compute a few rows at a time.
 
-Stages of some layers each are then compared with one stage of all, by a plan that retains graphs
-from stage to stage and by one that goes layer-first.
+Pipeline stages are then compared with a single stage of all layers, with a plan that retains graphs
+from stage to stage and with a layer-first one.
 
 A tiny twin has the model's class and config, but few heads, small widths, short lengths, random
-weights in float64 and, in place of many recurrent layers, few of each kind where no stages are
-checked: the same code, in a fraction of a second. It is checked beside a model of 16 bits, whose
-own bound is wide: twice what the whole run itself moves when attention is rounded once more, which
-may send a token to another expert. So it is beside one with windows, attention blocks or
-temperatures that begin to matter beyond the few tokens, and in the place of a model of which a
-process holds one stage: every process makes the same twin, whole, and as stages that hold what
-theirs does and nothing else.
+float64 weights and, if no stages are checked, few recurrent layers of each kind: the same code, in
+a fraction of a second. It is checked
+- in addition to a model in 16 bits, whose bound is wide: twice what its own whole run moves when
+  attention is rounded once more, which may route a token to another expert;
+- in addition to a model whose windows, attention blocks or temperatures matter only beyond the few
+  tokens;
+- instead of a model of which a process holds one stage: every process makes the same twin, whole,
+  and as stages with the layers that the processes hold.
 
-Gradients of a whole model tell too little of recurrent layers: a state that is dropped moves them
-by less than float32 rounds. So one mixer of each kind is a stage of its own, which is given random
-hidden states, whole and in chunks, one of them of a single token. The loss is at the last chunk,
-and gradients are compared by the rows that reach it through the recurrent state alone: those in
-front of what its convolution joins. On a CPU, families with a row in `furlong.families` have been
-compared on the releases of transformers that are named there; on others code may differ, and on
-other devices kernels may be those of any package.
+Gradients of a whole model are insensitive to recurrent layers: a dropped state may change them by
+less than float32 rounding. So one mixer of each kind runs as a stage by itself on random hidden
+states, whole and in chunks, one of a single token. The loss is at the last chunk, and gradients are
+compared at rows that reach it only through the recurrent state: those before the convolution's
+reach. On a CPU this is skipped for families with a row in `furlong.families` on releases of
+transformers named there, which tests have compared. Other releases may differ in code, other
+devices in kernels.
 
     T tokens, D hidden size, K tokens that a convolution joins
 """
@@ -83,42 +84,47 @@ from furlong.testing import relative_error
 Run = dict[str, Tensor]
 """Tensors to compare, by name."""
 Agree = Callable[[Mapping[str, float]], dict[str, float]]
-"""Errors by name -> those by which all processes decide that share the model's weights."""
+"""Maps this process's errors by name to those that all processes of the stage decide by."""
 GRADIENTS = "gradients"
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 _NARROW_BOUND = 0.5
-"""The highest bound of what rounding moves; what is dropped is at 1."""
+"""Upper limit of bounds derived from rounding; a dropped gradient has error 1."""
 _NUM_ROUNDINGS = 4
 _CUT_BOUND, _NARROW_CUT_BOUND = 1e-5, 1e-3
-"""Bounds of stages: the same operations run in the same order, but for what a family does outside
-of its layers; in 16 bits, for the rounding of sums, which a GPU may order otherwise."""
+"""Bounds for stages, which run the same operations in the same order, but for those of a family
+outside its layers. In 16 bits a GPU may sum in another order."""
 _NUM_TOKENS, _SHORT_TOKENS = 16, 4
 _LOSS_TOKENS = 4
-"""The last tokens of the long sequence, whose hidden states the loss is made of."""
+"""Number of last tokens of the long sequence that enter the loss."""
 _TILE_TOKENS = 3
 _FLOAT16_LOSS_SCALE = 2.0**-8
-"""Factor of the loss, so that its gradients fit into float16."""
+"""Factor of the loss that keeps gradients in the range of float16."""
 
 
 def self_check(
     model: HFDecoder, backend: Backend, heights: Sequence[int] | None = None,
     compute_dtype: torch.dtype | None = None, agree: Agree = dict,
 ) -> float:  # fmt: skip
-    """The largest relative L2 error of what is compared; raises if one is too large.
+    """Return the largest relative L2 error of the comparison; raise if one is too large.
 
-    `heights`: layers of each stage, for a check of these stages against one of all layers; a model
-    that is here whole has passed the other check before. None: that other check. `compute_dtype`:
-    in which divided weights are gathered (None: as they are); `agree`: of their processes.
+    Runs in the model's current mode, or in eval mode if it draws random numbers, with the current
+    parameters. It changes no `.grad`, buffer or generator.
 
-    Runs in the mode in which the model is, or in evaluation mode where it draws random numbers,
-    with the parameters as they are now, and adds to no `.grad`. Buffers and generators are
-    afterwards as before. Raises UnsupportedModelError for a model that differs in chunks, computes
-    what is not finite, or whose forward changes a buffer.
+    Args:
+        heights: Layers of each stage. With several, these stages are compared with a single one,
+            and a whole model must have passed the other check before. None: chunks are compared
+            with the model's own forward.
+        compute_dtype: The dtype that sharded weights are gathered in; None: the parameters'.
+        agree: See `Agree`.
+
+    Raises:
+        UnsupportedModelError: For a model that differs in chunks, computes values that are not
+            finite, or changes a buffer in its forward.
     """
     check_packed_linears(model)
     whole = (model.num_layers,)
     heights = tuple(heights or whole)
-    model.stages(heights)  # stages of other layers are no fault of the model
+    model.stages(heights)  # refuse wrong heights before the model is blamed
     is_whole = model.local_layers == range(model.num_layers)
     errors = []
     if heights == whole and is_whole:
@@ -135,13 +141,13 @@ def self_check(
 
 
 def check_twin(model: HFDecoder) -> None:
-    """Raise UnsupportedModelError where a tiny twin of a model, which may be on meta, is refused on
-    the CPU. A class that cannot be made small, or does not run so, is not asked."""
+    """Raise UnsupportedModelError if the self-check of a tiny twin fails on the CPU. The model may
+    be on meta. Classes that cannot be built small, or whose twin does not run, pass."""
     try:
         twin = tiny_twin(model, all_layers=False)
     except UnsupportedModelError:
         return
-    for dtype in (torch.float64, torch.float32):  # some families overflow in what is no float32
+    for dtype in (torch.float64, torch.float32):  # some families run in float32 only
         twin.base.to(dtype)
         try:
             _check(twin, ProbedBackend())
@@ -152,8 +158,8 @@ def check_twin(model: HFDecoder) -> None:
 
 
 def check_packed_linears(model: HFDecoder) -> None:
-    """Raise UnsupportedModelError for linear layers in 4 bits that, after a forward such as an
-    evaluation's, give no gradient, or others than the weights that they stand for."""
+    """Raise UnsupportedModelError for 4-bit linear layers that, after an evaluation, return other
+    outputs or gradients than their dequantized weights do."""
     for name, linear in packed_linears(model.base).items():
         dtype = linear.compute_dtype or torch.float32
         generator = torch.Generator().manual_seed(0)
@@ -184,14 +190,14 @@ def check_packed_linears(model: HFDecoder) -> None:
 
 
 def _twins(model: HFDecoder, compute_dtype: torch.dtype | None = None) -> list[HFDecoder]:
-    """Return the twin of a model whose own check sees too little; none in 16 bits for a class that
-    cannot be made small."""
+    """Return a twin if the model's own check is not sensitive enough; none in 16 bits for a class
+    that cannot be built small."""
     try:
         weights = model.base.parameters()
         dtypes = {(p.is_floating_point() and compute_dtype) or p.dtype for p in weights}
         is_narrow = any(dtype.itemsize < 4 for dtype in dtypes)
         is_told = not hides_lengths(model) and not is_narrow
-        # scans compute in float32, and the errors of many layers add up
+        # recurrent scans run in float32, and errors grow with the layers
         is_recurrent = family_of(model.config.model_type).recurrent != "none"
         return [] if is_told else [tiny_twin(model, all_layers=not is_recurrent)]
     except UnsupportedModelError:
@@ -201,7 +207,7 @@ def _twins(model: HFDecoder, compute_dtype: torch.dtype | None = None) -> list[H
 
 
 def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
-    """The largest error of a whole model in chunks."""
+    """Return the largest error of a model in chunks."""
     with _settled(model), cut_embeddings(model) as leaves:
         trial = _Trial(model, backend, leaves, agree)
         with _refused(model, *_WHOLE):
@@ -222,15 +228,15 @@ def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
 
 
 def _compare(trial: _Trial, truth: Run) -> tuple[dict[str, float], float]:
-    """The errors of a run in chunks, and their bound.
+    """Return the errors of a run in chunks, and their bound.
 
-    By rounding alone a router may choose otherwise in 16 bits, and in float32 the gradient, and
-    nothing else, moves far where weights have grown large. So what is above the bound is tried
-    again with other roundings: a real difference stays in all of them.
+    Rounding can change a router's choice in 16 bits and, with large weights in float32, gradients
+    only. So a run above the bound is repeated with perturbed roundings: a real difference remains
+    in all of them.
     """
     model, errors = trial.model, trial.differences(trial.chunked(), truth)
     dtype = truth[GRADIENTS].dtype
-    if dtype == torch.float64 and model.probed.mixers:  # scans compute in float32 whatever enters
+    if dtype == torch.float64 and model.probed.mixers:  # scans run in float32
         dtype = torch.float32
     most = _TOLERANCES.get(dtype, 0.0)
     is_told = most and any(not e <= most for name, e in errors.items() if name != GRADIENTS)
@@ -252,8 +258,8 @@ def _compare(trial: _Trial, truth: Run) -> tuple[dict[str, float], float]:
 
 @contextmanager
 def _rounded_again(model: HFDecoder, *, seed: int) -> Iterator[None]:
-    """Move what attentions and the modules in them return by at most half a unit in the last
-    place."""
+    """Context manager: perturb outputs of attention modules and their submodules by at most half a
+    unit in the last place."""
     generator = torch.Generator(device=model.device).manual_seed(seed)
 
     def move(module: Any, _: Any, output: Any) -> Any:
@@ -271,8 +277,8 @@ def _rounded_again(model: HFDecoder, *, seed: int) -> Iterator[None]:
 
 
 def _has_known_mixers(model: HFDecoder) -> bool:
-    """Whether a test has compared the model's mixers: those of a tested transformers, of a family
-    with a row, on a CPU."""
+    """Whether tests have compared the model's mixers: those of a family with a row, in a tested
+    release of transformers, on a CPU."""
     kinds = {type(mixer.module).__module__ for mixer in model.probed.mixers}
     is_theirs = all(module.startswith("transformers.") for module in kinds)
     is_known = is_theirs and family_of(model.config.model_type).recurrent != "none"
@@ -284,18 +290,17 @@ def _check_cuts(
     model: HFDecoder, parts: Sequence[HFDecoder], backend: Backend, heights: Sequence[int],
     agree: Agree = dict,
 ) -> float:  # fmt: skip
-    """The largest error of a model's stages of `heights` layers, in chunks, against one stage of
-    all. `parts`: for each stage a model that holds it.
+    """Return the largest error of stages of `heights` layers against a single stage, in chunks.
+    `parts`: a model with the layers of each stage.
 
-    Raises UnsupportedModelError for a decoder that hands more from layer to layer than its hidden
-    states, however little that matters.
+    Raises UnsupportedModelError for a decoder that passes more than hidden states between layers.
     """
     found = []
     try:
         with _settled(model), cut_embeddings(model, parts[0]) as leaves:
             trial = _Trial(model, backend, leaves)
             truth = trial.chunked()
-            is_narrow = truth[GRADIENTS].dtype.itemsize < 4  # weights may be gathered in another
+            is_narrow = truth[GRADIENTS].dtype.itemsize < 4  # or that of gathered weights
             most = _NARROW_CUT_BOUND if is_narrow else _CUT_BOUND
             for order in ("chunk-first", "layer-first"):
                 with _refused(model, *_IN_CHUNKS):
@@ -303,7 +308,7 @@ def _check_cuts(
                 errors = agree({name: relative_error(given[name], truth[name]) for name in truth})
                 found += _within(model, errors, most, "gives other {} in stages")
         return max(found)
-    except UnsupportedModelError as error:  # whole, it has passed already
+    except UnsupportedModelError as error:  # it has passed as a single stage
         raise uncuttable(model.name, error.given.removeprefix(model.name).lstrip()) from error
 
 
@@ -311,8 +316,8 @@ def _within(
     model: HFDecoder, errors: dict[str, float], most: float, told: str,
     where: str = "causal attention only",
 ) -> list[float]:  # fmt: skip
-    """The errors; raises UnsupportedModelError if one is above `most`. `told`: what a model does,
-    with a place for what is compared; `where`: tokens meet."""
+    """Return the errors; raise UnsupportedModelError if one is above `most`. `told`: the fault, a
+    format string for the compared quantity; `where`: how tokens may interact."""
     for name, error in errors.items():
         if not error <= most:
             raise refusal(
@@ -325,8 +330,8 @@ def _within(
 
 @contextmanager
 def _settled(model: HFDecoder) -> Iterator[None]:
-    """Within it a model draws no random numbers. Raises UnsupportedModelError for one that does not
-    run by itself, or whose forward changes a buffer."""
+    """Context manager: put a model that draws random numbers into eval mode. Raises
+    UnsupportedModelError for one that fails in its own forward, or changes a buffer in it."""
     before = RNGState.read(model.device)
     buffers = [
         (path, module, name, buffer, buffer.clone())
@@ -358,7 +363,7 @@ def _settled(model: HFDecoder) -> Iterator[None]:
 
 
 def _ids(model: HFDecoder) -> list[Tensor]:
-    """A long sequence (T,), to be cut, and a short one."""
+    """Return the ids (T,) of a long sequence, to be cut, and of a short one."""
     positions = num_positions(model.config) or _NUM_TOKENS
     return random_ids(model, [min(_NUM_TOKENS, positions), min(_SHORT_TOKENS, positions)])
 
@@ -371,10 +376,10 @@ def random_ids(model: HFDecoder, lens: Sequence[int]) -> list[Tensor]:
 
 
 def differences(given: Run, truth: Run) -> dict[str, float]:
-    """Relative L2 errors by name; of gradients, the largest of any piece of the long sequence: a
-    relay that is dropped loses the first one, however little that is of the whole.
+    """Return relative L2 errors by name. That of gradients is the largest of any piece of the long
+    sequence: a dropped relay loses the first piece's, which may be a small part of the whole.
 
-    A gradient that is zero but for rounding counts against a millionth of the whole one.
+    The norm of a piece counts as at least a millionth of the whole gradient's.
     """
     errors = {name: relative_error(given[name], truth[name]) for name in truth}
     grad, own = given[GRADIENTS], truth[GRADIENTS]
@@ -385,8 +390,8 @@ def differences(given: Run, truth: Run) -> dict[str, float]:
 
 @contextmanager
 def cut_embeddings(*models: HFDecoder) -> Iterator[list[Tensor]]:
-    """Within it the models' input embeddings are cut off from what follows: with gradients each
-    call's output becomes a leaf, of those that are yielded."""
+    """Context manager: detach the outputs of the models' input embeddings. With gradients enabled,
+    each becomes a leaf, which is appended to the yielded list."""
     leaves: list[Tensor] = []
     with ExitStack() as stack:
         for module in dict.fromkeys(model.base.get_input_embeddings() for model in models):
@@ -396,7 +401,7 @@ def cut_embeddings(*models: HFDecoder) -> Iterator[list[Tensor]]:
 
 
 def _cut(leaves: list[Tensor], x: Tensor) -> Tensor:
-    """x, or a copy of a leaf that is put to the others where gradients are wanted."""
+    """Return x or, with gradients enabled, a copy of a new leaf, appended to `leaves`."""
     if not torch.is_grad_enabled():
         return x
     leaves.append(x.detach().requires_grad_())
@@ -405,8 +410,7 @@ def _cut(leaves: list[Tensor], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Two random sequences in a model, whose input embeddings become `leaves`; see
-    `cut_embeddings`."""
+    """Runs two random sequences through a model inside `cut_embeddings`, which yields `leaves`."""
 
     model: HFDecoder
     backend: Backend
@@ -414,11 +418,11 @@ class _Trial:
     agree: Agree = dict
 
     def differences(self, given: Run, truth: Run) -> dict[str, float]:
-        """The errors, see `differences`, by which all processes decide."""
+        """Return the errors of `differences`, agreed on by all processes."""
         return self.agree(differences(given, truth))
 
     def whole(self) -> Run:
-        """Tensors to compare, by the model itself, one sequence at a time."""
+        """Return the tensors to compare from the model's own forward, sequence by sequence."""
         long, short = _ids(self.model)
         self.leaves.clear()
         with torch.enable_grad():
@@ -432,10 +436,10 @@ class _Trial:
         self, parts: Sequence[HFDecoder] = (), heights: Sequence[int] = (),
         order: Order = "chunk-first",
     ) -> Run:  # fmt: skip
-        """The same in chunks and stages of `heights` layers, where a stage runs for all chunks
-        before the next: what layers leave for others beside hidden states is then lost.
+        """Return the tensors to compare from chunks and stages of `heights` layers. Each stage runs
+        all chunks before the next one, so anything but hidden states that layers pass is lost.
 
-        `parts`: for each stage a model that holds it; without them it is one stage of all layers.
+        `parts`: a model with the layers of each stage; without it, a single stage.
         """
         parts, heights = parts or [self.model], heights or [self.model.num_layers]
         ids = _ids(self.model)
@@ -454,8 +458,8 @@ class _Trial:
         self, plan: ChunkPlan, stages: Sequence[Layers], ids: Sequence[Tensor],
         cotangent: Callable[[Tensor], Tensor],
     ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-        """Let the executor obey a plan of one rank: final hidden states (T, D) of each sequence,
-        and the gradient (T, D) by the leaves, in the order of chunks; see `TrialHead`."""
+        """Run a plan of one rank; return the final hidden states (T, D) of each sequence, and the
+        gradient (T, D) of the leaves in the order of chunks. `cotangent`: see `TrialHead`."""
         model, begun = self.model, dict[int, Tensor]()
         self.leaves.clear()
         labels = [torch.full(i.shape, IGNORE_INDEX, device="cpu") for i in ids]
@@ -483,10 +487,10 @@ class _Trial:
 def plan_chunks(
     lens: Sequence[int], cut_at: Sequence[int], heights: Sequence[int], order: Order = "chunk-first"
 ) -> ChunkPlan:
-    """A plan of one sequence that is cut, and of whole ones that share the chunk of its tail.
+    """Return a plan of one cut sequence, whose tail shares its chunk with whole sequences.
 
-    Chunk-first every other chunk retains its graph, from the first one on; the others, and all
-    that layer-first does not turn around, are computed again from what keep=attention leaves.
+    Chunk-first, even chunks retain their graph, and odd ones are recomputed with keep="attention".
+    Layer-first, all are recomputed, but for those whose backward follows their forward.
     """
     pieces = [Slice(0, start, stop) for start, stop in pairwise(cut_at)]
     others = (Slice(i, 0, lens[i]) for i in range(1, len(lens)))
@@ -503,13 +507,12 @@ def plan_chunks(
 
 
 class TrialHead(OutputHead):
-    """A head that puts hidden states out with their backward, and gives the first sequence a
-    gradient."""
+    """A head that outputs hidden states in their backward; the first sequence has a gradient."""
 
     def __init__(
         self, model: HFDecoder, batch: Batch, cotangent: Callable[[Tensor], Tensor]
     ) -> None:
-        """`cotangent`: of some hidden states, that of the first sequence (T, D)."""
+        """`cotangent`: function of hidden states to the first sequence's gradient (T, D)."""
         super().__init__(model, batch, None, nullcontext, is_rounded=False)
         self._cotangent = cotangent
 
@@ -520,14 +523,14 @@ class TrialHead(OutputHead):
 
 
 def cuts(length: int) -> list[int]:
-    """Where a sequence is cut: no piece is empty, the last one holds the tokens of the loss."""
+    """Return cut positions, 0 and `length` among them; the last piece has all loss tokens."""
     tail = max(1, length - max(_LOSS_TOKENS, length // 4))
     return sorted({0, length // 3, tail, length})
 
 
 def _cotangent(hidden: Tensor, length: int, num_tokens: int | None = None) -> Tensor:
-    """The gradient (T, D) of the loss by hidden states (any, D) of a sequence of `length` tokens: a
-    random direction at its last tokens, all of them in its last piece, and 0 before."""
+    """Return the loss's gradient (T, D) for a sequence of `length` tokens: random at its last
+    tokens, all in its last piece, and 0 before. `hidden` (any, D) gives D, dtype and device."""
     num_tokens = num_tokens or min(_LOSS_TOKENS, length - cuts(length)[-2])
     cotangent = hidden.new_zeros(length, hidden.shape[-1])
     cotangent[-num_tokens:] = random_like(cotangent[-num_tokens:])
@@ -540,7 +543,7 @@ def random_like(x: Tensor) -> Tensor:
 
 
 def tiny_twin(model: HFDecoder, *, all_layers: bool = True) -> HFDecoder:
-    """The whole twin of a model, in float64 on the CPU, in the model's mode."""
+    """Return a tiny twin of the whole model, in float64 on the CPU, in the model's mode."""
     longest = model.max_seq_len
     is_text = model.base.config is model.config  # a subclass of a family's has its own code
     make: Any = type(model.base)._from_config if is_text else AutoModelForCausalLM.from_config
@@ -560,9 +563,9 @@ def tiny_twin(model: HFDecoder, *, all_layers: bool = True) -> HFDecoder:
 
 
 def hides_lengths(model: HFDecoder) -> bool:
-    """Whether a model does something else beyond some tokens, which a short check does not see:
-    windows, attention blocks, queries that grow with their position, RoPE with two sets of factors
-    (PhiMoE scales attention by the last position of each call, too)."""
+    """Whether a model behaves differently at lengths that a short check does not reach: windows,
+    attention blocks, queries scaled by position, RoPE with two sets of factors (PhiMoE also scales
+    attention by the last position of each call)."""
     limit = model.longest_tokens or 2**31
     return (
         CHUNKED in (getattr(model.config, "layer_types", None) or ())
@@ -573,7 +576,7 @@ def hides_lengths(model: HFDecoder) -> bool:
 
 
 def held_by(twin: HFDecoder, heights: Sequence[int]) -> list[HFDecoder]:
-    """For each stage what a process that holds nothing else has of a twin."""
+    """Return for each stage a copy of the twin with the layers of that stage only."""
     parts = []
     for height, stop in zip(heights, accumulate(heights), strict=True):
         base = deepcopy(twin.base)
@@ -584,19 +587,17 @@ def held_by(twin: HFDecoder, heights: Sequence[int]) -> list[HFDecoder]:
 
 _LENS = (20, 19, 1, 20)
 _ROWS = 4
-"""Rows in front of the last chunk whose gradients are compared by themselves: those behind decay
-least."""
+"""Rows before the last chunk whose gradients are compared apart: the nearest ones decay least."""
 _MIXER_BOUND, _NARROW_MIXER_BOUND = 1e-3, 1e-2
-"""Bounds for weights and tables in float32, and in 16 bits, to which some families round decays. A
-state that is dropped is at 1."""
+"""Bounds in float32 and, for models in 16 bits, to which some families round decays. A dropped
+state has error 1."""
 _LEAST_SHARE = 1e-3
-"""The least share in the gradient of all earlier rows that the compared ones are taken to have:
-less may be the rounding of others."""
+"""Lower bound of the compared rows' norm, relative to all earlier rows: less may be rounding."""
 
 
 def mixer_errors(model: HFDecoder, backend: Backend, agree: Agree = dict) -> list[float]:
-    """The largest relative error of each kind of mixer; raises UnsupportedModelError for one that
-    is no longer itself in slices. A mixer of a 16-bit type is compared in float32."""
+    """Return the largest relative error of each kind of mixer. Raises UnsupportedModelError for one
+    that differs in slices. Mixers in 16 bits are compared in float32."""
     kinds = {type(mixer.module): mixer for mixer in reversed(model.probed.mixers)}
     if not kinds:
         return []
@@ -634,7 +635,7 @@ def _mixer_error(model: HFDecoder, called: Called, backend: Backend, agree: Agre
 
 
 def _whole_mixer(called: Called, x: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
-    """Output (T, D) of all tokens and gradient (T, D) by them, and the width of the convolution."""
+    """Return ((output (T, D), input gradient (T, D)), width of the convolution) of a whole run."""
     leaf = x.clone().requires_grad_()
     cache = SliceCache({}, x.shape[1])
     args, kwargs = called.inputs.of(leaf, lambda of_tokens: of_tokens, cache)
@@ -645,7 +646,7 @@ def _whole_mixer(called: Called, x: Tensor) -> tuple[tuple[Tensor, Tensor], int]
 
 
 class _MixerStage:
-    """One mixer as a stage, whose input is `x` (1, T, D)."""
+    """A stage of one mixer, whose input is `x` (1, T, D)."""
 
     def __init__(self, called: Called, x: Tensor, leaves: list[Tensor]) -> None:
         layer = called.mixer.layer
@@ -666,7 +667,7 @@ class _MixerStage:
 def _mixer_in_chunks(
     model: HFDecoder, called: Called, x: Tensor, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Output and gradient (T, D), see `_whole_mixer`, in chunks of one sequence."""
+    """Return output and input gradient (T, D) of one sequence in chunks; see `_whole_mixer`."""
     length, leaves = sum(_LENS), list[Tensor]()
     plan = plan_chunks([length], list(accumulate(_LENS, initial=0)), [1])
     ids = torch.zeros(length, dtype=torch.int64, device=model.device)
@@ -708,7 +709,7 @@ _AS_TWIN = (
 
 @contextmanager
 def _refused(model: HFDecoder, what: str, *others: str) -> Iterator[None]:
-    """Turn whatever a family's code raises in the block into a refusal; see `refusal`."""
+    """Context manager: raise errors of a family's code as UnsupportedModelError; see `refusal`."""
     try:
         yield
     except Exception as error:
