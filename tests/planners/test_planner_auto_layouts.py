@@ -344,10 +344,10 @@ def test_no_plan_that_frees_weights_needs_less_than_the_bound(
 
 
 def test_a_card_between_kept_and_freed_weights_has_them_freed() -> None:
-    """What fits first is taken: the larger card keeps all weights."""
+    """The larger card keeps all weights, with steps that are as fast."""
     lengths, dials = count_lengths([16_000] * 4), {"size": 16_384, "offload": "none"}
     card = partial(choose, lengths, sizes={"sp": 4, "pp": 1}, size=StepSize(4))
-    assert not card(budget_bytes=9 * GIB, dials=dials).options.reshard
+    assert not card(budget_bytes=12 * GIB, dials=dials).options.reshard
     small = card(budget_bytes=7 * GIB, dials=dials)
     assert small.options.reshard and small.options.order == "layer-first"
     assert small.answer and small.answer.best.needs.device_bytes <= 0.9 * 7 * GIB
@@ -365,6 +365,18 @@ def test_weights_are_freed_where_kept_ones_leave_no_room_for_a_plan() -> None:
     dials = {"size": 2048, "keep": "input", "offload": "none"}
     decision = choose(lengths, 2, 8 * GIB, sizes=sizes, size=StepSize(1), dials=dials)
     assert decision.options.reshard
+
+
+def test_weights_are_freed_where_kept_ones_make_a_step_far_slower() -> None:
+    """Kept ones fit with every input alone kept."""
+    given = {"sp": 2, "pp": 1, "offload": "none"}
+    free = {"reshard": True, "order": "layer-first"}
+    kept, freed, auto = (
+        search(Question([16_384] * 2, H100, Limits(8 * GIB), 2, given=given | more)).best
+        for more in ({"reshard": False}, free, {})
+    )
+    assert 1.25 * freed.step_s < kept.step_s
+    assert auto.options.reshard and auto.step_s == freed.step_s
 
 
 @pytest.mark.parametrize("method", ["infinipipe", "chunkflow"])

@@ -207,7 +207,8 @@ class ParallelConfig(BaseModel):
     reshard: bool | Literal["auto"] = Field(default="auto", examples=[True])
     """Whether the processes that share weights hold whole ones of two stages at a time, gathered
     once per pass, with layer-first, or in a pipeline those of two layers, gathered in each pool
-    with every pass; false: of all, for the step; auto: false where that fits."""
+    with every pass; false: of all, for the step; auto: false where a plan with that fits and is
+    not far slower than a step can be."""
 
 
 RECORD_FIELDS = (

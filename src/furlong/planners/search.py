@@ -226,7 +226,8 @@ class _Search:
         where that is refused, for it has kept slower ones from being tried.
 
         Where it is free whether the weights of stages are freed, they are in layouts whose kept
-        state does not fit, and in the others once nothing fits."""
+        state does not fit, and in the others once nothing fits, or only what is far slower than a
+        step can be."""
         asked, limit_bytes = self._question, self._limits.limit_bytes
         first, later = dict[Layout, Question](), dict[Layout, Question]()
         for layout in self._spaces:
@@ -244,7 +245,14 @@ class _Search:
             else:
                 first[layout] = own
         for questions in filter(None, (first, later)):
-            if self.fitting:
+            if self.fitting:  # kept ones that recompute, say, where freed ones leave room for graphs
+                reached = {layout: _BADLY * least_s(self._spaces[layout]) for layout in questions}
+                questions = {
+                    layout: own
+                    for layout, own in questions.items()
+                    if reached[layout] < self._best_s and not self._samples
+                }
+            if not questions:
                 break
             before, self._num_actions = [*self._found], 0
             self._hopeless.clear()
