@@ -245,12 +245,15 @@ class _Search:
             else:
                 first[layout] = own
         for questions in filter(None, (first, later)):
-            if self.fitting:  # kept ones that recompute, say, where freed ones leave room for graphs
-                reached = {layout: _BADLY * least_s(self._spaces[layout]) for layout in questions}
+            if (
+                self.fitting
+            ):  # kept ones that recompute, say, where freed ones leave room for graphs
                 questions = {
                     layout: own
                     for layout, own in questions.items()
-                    if reached[layout] < self._best_s and not self._samples
+                    if layout.num_devices <= _MOST_ASKED
+                    and not self._samples
+                    and _BADLY * least_s(self._spaces[layout]) < self._best_s
                 }
             if not questions:
                 break
