@@ -1,8 +1,8 @@
-"""`furlong verify`: the proofs on a run's own model, shrunk.
+"""`furlong verify`: proofs on a shrunk copy of a run's model.
 
-Gradients, isolation and accumulation have as truth the model's unchunked forward over one sequence
-at a time, in float64, with transformers' SDPA attention where the family has it. The proof of
-resume trains: kill -9, `--resume`, the weights of an undisturbed run.
+Gradients are compared with those of the model's unchunked forward, one sequence at a time, in
+float64 and with transformers' SDPA attention where the family supports it. The proof of resume
+trains twice, once with kill -9 and `--resume`, and compares the exported weights.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from furlong.units import format_seconds
 
 EXACT = 1e-12
 RECURRENT = 1e-9
-"""Recurrent layers sum over inner chunks of tokens, and their gradients partly cancel."""
+"""Bound for recurrent layers: they sum over inner chunks, and gradients partly cancel."""
 CHUNK_SIZE = 16
 LENS = (LONGEST_TOKENS, SHORTEST_TOKENS, 23, 30)
 # Two prompts without labels; the first one fills more than a chunk.
 _NUM_PROMPT_TOKENS = (2 * CHUNK_SIZE + 3, 4)
-# Freshly drawn weights give attention that looks at all tokens alike, which would prove little.
+# Initial weights give nearly uniform attention, which would prove little.
 _SPREAD = 5.0
 _SIZES = (CHUNK_SIZE, CHUNK_SIZE // 2 - 1, 2 * LENS[0])
-"""One chunk per sequence or less, an odd one, and everything in a chunk."""
+"""Chunk sizes: one that cuts sequences, an odd one, and one for the whole batch."""
 
 
 class Float64(TorchDispatchMode):  # type: ignore[misc]
-    """Within it every kernel that is asked for float32 gives float64, also in a backward, and so
-    does one that is asked for nothing: tables of decays are made so.
+    """Mode in which kernels with a float32 or default `dtype` argument return float64, also in a
+    backward.
 
-    Families of transformers compute softmaxes, norms and scans in float32 in whatever dtype the
-    weights are. Such sums round otherwise in other chunks: no bound tells that from an error.
+    Families compute softmaxes, norms and scans in float32 whatever the weights' dtype. Their
+    rounding depends on the chunks, and no bound separates it from an error.
     """
 
     def __enter__(self) -> Self:
@@ -87,29 +87,29 @@ class Float64(TorchDispatchMode):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Subject:
-    """A float64 model in train mode and how the user wants it cut."""
+    """A float64 model in train mode, and the user's chunk options."""
 
     model: Any
     options: ChunkOptions
-    """The user's options, with a chunk size that cuts these sequences."""
+    """The user's options, with a chunk size that cuts the sequences of the proofs."""
     bound: float
-    """How far two computations of the same gradients may lie apart, relative to their norm."""
+    """Largest allowed relative error between two computations of the same gradients."""
     storage: Storage | None = None
-    """Where offloaded tensors live."""
+    """Where offloaded tensors are stored."""
 
     @cached_property
     def engine(self) -> Engine:
-        """One for all proofs: it checks the model when it starts, and not again."""
+        """The engine of all proofs, so that the self-check runs once."""
         return Engine(self.model, max_seq_len=LONGEST_TOKENS, storage=self.storage)
 
     def chunked(self, batch: Batch, size: int = CHUNK_SIZE) -> tuple[float, Gradients]:
-        """Mean loss and gradients in chunks."""
+        """Return mean loss and gradients, computed in chunks."""
         with Float64():
             loss = self.engine.forward_backward(batch, replace(self.options, size=size)).loss
         return loss, take_grads(self.model)
 
     def whole(self, batch: Batch) -> tuple[float, Gradients]:
-        """Mean loss and gradients by the model's own forward."""
+        """Return mean loss and gradients of the model's own forward."""
         with Float64():
             loss = reference_loss(self.model, batch)
         return loss, take_grads(self.model)
@@ -122,7 +122,7 @@ def build_subject(
     *,
     storage: Storage | None = None,
 ) -> Subject:
-    """A random model of a shrunk transformers config, with adapters that do something."""
+    """Return a random model of a shrunk transformers config, with adapters that are not zero."""
     with TemporaryDirectory() as folder, Float64():  # tables made once are float64, too
         config.save_pretrained(folder)
         own = None if lora is None else {**lora, "dropout": 0.0}
@@ -136,7 +136,7 @@ def build_subject(
 
 
 def spread_weights(model: nn.Module, *, seed: int) -> None:
-    """Weights five times as large, vectors and adapters away from their neutral start."""
+    """Scale matrices by 5, and move vectors and adapters away from their neutral initial values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -150,7 +150,7 @@ def spread_weights(model: nn.Module, *, seed: int) -> None:
 
 
 def sequences() -> Batch:
-    """Random sequences of `LENS` tokens, the first ones with a prompt."""
+    """Return random sequences of `LENS` tokens, the first ones with prompts without labels."""
     generator = torch.Generator().manual_seed(0)
     batch = []
     for index, num_tokens in enumerate(LENS):
@@ -164,16 +164,16 @@ def sequences() -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Outcome of one proof."""
+    """The result of one proof."""
 
     name: str
     figure: str
-    """The figure in words, with its bound."""
+    """The measured error in words, with its bound."""
     passed: bool
 
 
 def check_gradients(subject: Subject) -> Finding:
-    """Every parameter's gradient and the loss against the model's own, for several chunk sizes."""
+    """Compare the loss and each parameter's gradient with the model's own, for several sizes."""
     batch = sequences()
     loss, truth = subject.whole(batch)
     found = []
@@ -187,10 +187,10 @@ def check_gradients(subject: Subject) -> Finding:
 
 
 def check_isolation(subject: Subject) -> Finding:
-    """Other tokens in one sequence move no bit of what the others contribute.
+    """Check that changed tokens of one sequence change no bit of the others' loss and gradients.
 
-    Where experts gather tokens of all sequences into one matrix product, a product of another
-    height may round otherwise: there the bound of the gradients holds.
+    With experts, tokens of all sequences share matrix products, whose rounding may depend on their
+    shapes; then the bound of the gradients applies.
     """
     moved, own_moves = 0.0, []
     whole = sequences()
@@ -211,7 +211,7 @@ def check_isolation(subject: Subject) -> Finding:
 
 
 def check_accumulation(subject: Subject) -> Finding:
-    """One call, or one call per sequence with the global count: the same sum."""
+    """Compare gradients of one call with those summed over one call per sequence."""
     batch = sequences()
     _, truth = subject.chunked(batch)
     with Float64():
@@ -227,7 +227,7 @@ def _within(name: str, figure: str, error: float, subject: Subject) -> Finding:
 
 
 def _gap(one: float, other: float) -> float:
-    """The distance of two losses; inf for NaN, which no comparison would find."""
+    """Return the absolute difference of two losses; inf for NaN."""
     gap = abs(one - other)
     return math.inf if math.isnan(gap) else gap
 
@@ -239,12 +239,12 @@ def _without_labels(batch: Batch, changed: int) -> Batch:
 
 
 def _with_another_token(batch: Batch, changed: int) -> Batch:
-    """Another early token, and another late one: a window may hide the early one from all labels
-    and from the next sequence."""
+    """Change an early and a late token: a sliding window may hide the early one from all labels and
+    from the next sequence."""
     batch = [dict(sequence) for sequence in batch]
     input_ids = batch[changed]["input_ids"].clone()
     for place in (2, -3):
-        # the next one that is not special
+        # the next id that is no special token
         input_ids[place] = 3 + (input_ids[place] - 2) % (VOCAB_SIZE - 3)
     batch[changed]["input_ids"] = input_ids
     return batch
@@ -257,10 +257,10 @@ FURLONG = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv
 
 
 def check_resume(config: RunConfig, shrunk: Any, *, program: str = FURLONG) -> Finding:
-    """Trains the shrunk model twice with the user's settings, once killed at a random step and
+    """Train the shrunk model twice with the user's settings, once killed at a random step and
     resumed; the exported weights must be equal bit for bit.
 
-    `program` is the Python text that takes the command line of furlong.
+    `program`: Python source that runs furlong's command line.
     """
     with TemporaryDirectory() as name:
         home = Path(name)
@@ -285,7 +285,7 @@ def check_resume(config: RunConfig, shrunk: Any, *, program: str = FURLONG) -> F
 
 
 def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
-    """A run file with the user's settings over the shrunk model and random tokens."""
+    """Write a run file with the user's settings for the shrunk model and random tokens."""
     shrunk.save_pretrained(home / "config")
     model = build_model(str(home / "config"), init="random", dtype=torch.float32)
     export_model(model, None, home / "model", dtype=torch.float32)
@@ -307,14 +307,14 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
         "max_seq_len": LONGEST_TOKENS, "cache_dir": str(home / "cache"),
     }  # fmt: skip
     values["chunks"] |= {"size": CHUNK_SIZE, "sample": _half_drawn(values["chunks"]["sample"])}
-    # on a CPU its RAM is the device's, and the budgets are those of the whole model
+    # on a CPU device memory is RAM, and the budgets were meant for the whole model
     values["offload"] = _without_cpu(values["offload"])
     values["memory"] |= {"device": "auto", "cpu": "auto"}
     values["train"] |= {
         "steps": NUM_STEPS, "epochs": None, "sequences_per_step": 4, "tokens_per_step": None,
         "save_every_steps": SAVE_EVERY_STEPS, "eval_every_steps": 0, "eval_train_share": 0,
     }  # fmt: skip
-    if config.train.loss != "sft":  # its data are pairs of texts, of which tokens make none
+    if config.train.loss != "sft":  # its data are pairs of texts, not tokens
         own = TrainConfig().model_dump(mode="json")
         values["train"] |= {n: own[n] for n in ("loss", "beta", "loss_type", "label_smoothing")}
     values["log"] = {}
@@ -324,7 +324,7 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
 
 
 def _half_drawn(sample: Any) -> Any:
-    """A sample of the same rule, of sequences with few chunks and labels in all of them."""
+    """Return sampling with the same rule for sequences of few chunks, all with labels."""
     if sample is None:
         return None
     label_rate = 0.5 if sample["rule"] == "unbiased" else None
@@ -350,13 +350,11 @@ def _start(program: str, file: Path, out: Path, *flags: str) -> subprocess.Popen
 
 
 def _kill(process: subprocess.Popen[bytes], out: Path, step: int) -> int | None:
-    """SIGKILL as soon as there are a checkpoint and a record of `step`; the step it died at.
-
-    None if the run was over before.
-    """
+    """Kill a run once it has a checkpoint and a record of `step`; return the step it died at, or
+    None if it had finished before."""
     limit_s = time.monotonic() + TIME_LIMIT_S
     while process.poll() is None and time.monotonic() < limit_s:
-        # one that is being written is named .tmp
+        # unfinished checkpoints are named .tmp
         if _last_step(out) >= step and any((out / CHECKPOINTS).glob("step-*[0-9]")):
             process.kill()
             break
@@ -366,7 +364,7 @@ def _kill(process: subprocess.Popen[bytes], out: Path, step: int) -> int | None:
 
 
 def _last_step(out: Path) -> int:
-    """The last step of which a whole record is written."""
+    """Return the last step with a complete record."""
     file = out / METRICS
     if not file.exists():
         return 0
@@ -375,7 +373,7 @@ def _last_step(out: Path) -> int:
 
 
 def _failure(process: subprocess.Popen[bytes], out: Path) -> str | None:
-    """The last words of a run that did not end well, else None."""
+    """Return the last lines of output of a run that failed, else None."""
     try:
         code = process.wait(TIME_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -400,9 +398,9 @@ def _compare(whole: Path, resumed: Path, died_at: int) -> Finding:
 
 
 def verify(config: RunConfig | None = None) -> list[Finding]:
-    """Proves on a run's configuration, shrunk, what furlong promises; a small Qwen2 without one.
+    """Run all proofs on a shrunk copy of a run's model, by default a small Qwen2; print each one.
 
-    Prints as it goes. Raises UserError for a model that cannot be trained.
+    Raises UserError for a model that cannot be trained.
     """
     from transformers import AutoConfig
 
@@ -414,12 +412,12 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
         whole = AutoConfig.for_model(**known_models()["Qwen2.5-0.5B"]["config"])
     else:
         whole = read_model_config(run)
-        # what cannot be built is told of this model, not of its shrunk copy
+        # refusals should name this model, not its shrunk copy
         model_of_config(whole, run.model.name, dtype=torch.float32)
     shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)
     lora = None if run.model.lora is None else run.model.lora.model_dump() | {"adapter": None}
     options = _options(run, whole, shrunk)
-    # the budgets are those of the whole model
+    # no budgets: they were meant for the whole model
     storage = Storage(disk_dir=run.memory.disk_dir)
     subject = build_subject(shrunk, options, lora, storage=storage)
     print(_describe(subject, run.model.name))
@@ -439,8 +437,8 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
 
 
 def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
-    """The run's own options, with chunks and stages that cut the small sequences and model; without
-    sampling, for an exact step."""
+    """Return the run's options with chunks and stages small enough to cut these sequences and this
+    model, without sampling."""
     given = given_options(run) | {"size": CHUNK_SIZE, "sample": None, "reshard": False}
     if given.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
         most = max(1, shrunk.num_hidden_layers // 2)

@@ -1,9 +1,9 @@
-"""Global batches over the processes of a run: their plans, made ahead of time, and their gradients.
+"""Global batches over the processes of a run: plans made ahead of time, and gradients.
 
-A process of each replica plans what the replica is dealt, so that a plan takes as long for many
-replicas as for one; all join the plans. That happens in a thread, by collectives of its own, while
-the batch before trains. Each process runs out of memory on its own, and the engine tells all: they
-take smaller chunks.
+One process of each replica plans the sequences dealt to it, so planning takes as long for many
+replicas as for one, and all processes join the plans. This happens in a thread, with collectives in
+a separate group, while the previous batch trains. If one process runs out of memory, the engine
+reports it to all, and all retry with smaller chunks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 
 Work = Callable[[Sequence[int]], Sequence[float]]
-"""FLOPs of each sequence by its length, or whatever else is to be dealt out evenly."""
+"""Maps sequence lengths to the quantity to balance over replicas, such as FLOPs."""
 
 Seconds = Callable[[ChunkPlan], float]
-"""Seconds that a step of a plan is predicted to take."""
+"""Predicts the seconds of a plan's step."""
 
 
 class Wanted(NamedTuple):
-    """A batch to be planned."""
+    """The key of a batch to plan."""
 
     seq_lens: tuple[int, ...]
     options: ChunkOptions
@@ -53,43 +53,45 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, options: ChunkOptions, *, backward: bool = True) -> Wanted:
-        """The plan of all chunks of a batch, of which a sample leaves some out."""
+        """Return the key of a batch, without sampling, which is applied to the plan later."""
         return cls(batch.seq_lens, replace(options, sample=None), backward)
 
 
 class Planned(NamedTuple):
-    """The plan of a batch."""
+    """The plan of a batch, and how it was made."""
 
     method: str
-    """Names of the planners of its replicas, see `planners.search`."""
+    """Names of the replicas' planners; see `planners.search`."""
     plan: ChunkPlan
     step_s: float = 0.0
-    """Seconds that its slowest replica is predicted to take, 0 where nothing predicts them."""
+    """Predicted seconds of the slowest replica; 0 without a prediction."""
 
 
 @dataclass(frozen=True)
 class BatchPlanner:
-    """Plans in which each replica walks its own sequences: as one device would, as one pool over
-    which each chunk is divided, as a pipeline in state-aware 1F1B, or as one of the `alternatives`
-    that is predicted to be faster. Where there are fewer sequences than replicas some have a dummy.
+    """Plans batches: each replica trains the sequences dealt to it.
+
+    A replica is a device, a sequence-parallel group that divides each chunk, or a pipeline in
+    state-aware 1F1B; or it uses one of the `alternatives`, if that is predicted to be faster. If
+    there are fewer sequences than replicas, some replicas run a dummy chunk.
     """
 
     layout: Layout
     work: Work
     num_layers: int
     stages: Sequence[int] = ()
-    """Layers of each stage of a pipeline."""
+    """Layers of each pipeline stage."""
     frozen_layers: int = 0
     alternatives: BatchPlans | None = None
     seconds: Seconds = lambda plan: 0.0
 
     def plan(self, wanted: Wanted) -> Planned:
-        """The checked plan of all replicas."""
+        """Return the checked plan of all replicas."""
         num_replicas = len(self._dealt(wanted))
         return self.joined(wanted, [self.own(wanted, replica) for replica in range(num_replicas)])
 
     def own(self, wanted: Wanted, replica: int) -> Planned:
-        """The plan of the sequences that a replica is dealt, numbered from 0."""
+        """Return the plan of the sequences dealt to a replica, numbered from 0."""
         options = wanted.options
         seq_lens = [wanted.seq_lens[seq_id] for seq_id in self._dealt(wanted)[replica]]
         is_cut = self.layout.pp > 1 or options.order == "layer-first"
@@ -106,42 +108,41 @@ class BatchPlanner:
         return Planned(method, plan, self.seconds(gathered_first(plan)))
 
     def joined(self, wanted: Wanted, found: Sequence[Planned]) -> Planned:
-        """The checked plan of all replicas from their own."""
+        """Join the replicas' plans; return the checked plan of all."""
         plans = [own.plan for own in found]
         plan = join_kept(plans, self._dealt(wanted), wanted.seq_lens, self.layout.dp)
         methods = ", ".join(dict.fromkeys(own.method for own in found))
         return Planned(methods, plan, max(own.step_s for own in found))
 
     def _dealt(self, wanted: Wanted) -> Sequence[Sequence[int]]:
-        """The sequences of each replica that has one; those of a process that is alone in the order
-        in which it would take them without ranks."""
+        """Return the seq_ids of each replica that has any; on one device all, in batch order."""
         if self.layout.num_devices == 1:
             return [range(len(wanted.seq_lens))]
         return by_cost(self.work(wanted.seq_lens), min(self.layout.dp, len(wanted.seq_lens)))
 
 
 class SharedPlans:
-    """The plans of a run of several processes, made in a thread in the order in which all ask."""
+    """Plans of a run of several processes, made in a thread, in the order that all request them."""
 
     def __init__(self, processes: Processes, replica: int | None, planner: BatchPlanner) -> None:
-        """`replica`: the one that this process plans for, if any. A collective."""
+        """`replica`: the replica that this process plans for, if any. A collective."""
         self._processes, self._replica, self._planner = processes.apart(), replica, planner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
         self._coming: dict[Wanted, Future[Planned]] = {}
         self.waited_s = 0.0
-        """Seconds that the last `get` has waited."""
+        """Seconds that the last `get` waited."""
 
     def expect(self, wanted: Wanted) -> None:
-        """Begin to make a plan that will be asked for."""
+        """Start to make a plan that `get` will request."""
         if wanted not in self._coming:
             self._coming[wanted] = self._thread.submit(self._make, wanted)
 
     def get(self, wanted: Wanted) -> Planned:
-        """The plan, the same on all processes, which all ask for it. Raises ElsewhereError where
-        another process could not make its part."""
+        """Return the plan, equal on all processes, which call this together. Raises ElsewhereError
+        if another process could not plan its part."""
         started_s = time.perf_counter()
         self.expect(wanted)
-        # what was expected before chunks were made smaller is never asked for
+        # plans expected before chunks shrank are never requested
         for other in [own for own in self._coming if own.options != wanted.options]:
             del self._coming[other]
         try:
@@ -150,7 +151,7 @@ class SharedPlans:
             self.waited_s = time.perf_counter() - started_s
 
     def close(self) -> None:
-        """End the thread, when all processes have made what any has expected."""
+        """Stop the thread after the plans that any process expects."""
         self._thread.shutdown()
 
     def _make(self, wanted: Wanted) -> Planned:
@@ -169,12 +170,12 @@ class SharedPlans:
             raise ElsewhereError(f"no plan of another process ({reason})")
         plans = [made for made in found if isinstance(made, Planned)]
         planned = self._planner.joined(wanted, plans)
-        assert planned.plan.checksum >= 0  # here, and not where the step waits for it
+        assert planned.plan.checksum >= 0  # cached now, so that the step does not wait for it
         return planned
 
 
 class BatchEngine:
-    """The engine of this process among those of all; one alone is its own engine."""
+    """Computes global batches on all processes of a run; a single process calls its engine."""
 
     def __init__(
         self,
@@ -185,12 +186,16 @@ class BatchEngine:
         alternatives: BatchPlans | None = None,
         seconds: Seconds = lambda plan: 0.0,
     ) -> None:
-        """`work`: what is dealt out evenly over the replicas, for each sequence. `stages`: layers
-        of each stage of a pipeline. `alternatives`: other plans than those of the options, which
-        the first process may take. `seconds`: of a replica's plan, for which the others wait."""
+        """
+        Args:
+            work: Quantity to balance over replicas; default: tokens.
+            stages: Layers of each pipeline stage.
+            alternatives: Other planners that a replica may use if they are faster.
+            seconds: Predicts the time of a replica's plan, for timeouts.
+        """
         self.engine, self.processes = engine, processes
         self.method: str | None = None
-        """Names of the planners of the last plan, on the first of several processes."""
+        """Names of the planners of the last plan; None without ranks."""
         self._plans: SharedPlans | None = None
         if engine.ranks is not None:
             model, ranks = engine.model, engine.ranks
@@ -204,12 +209,12 @@ class BatchEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The model of transformers."""
+        """The transformers model."""
         return self.engine.model.model
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device that this process computes on."""
         return self.engine.model.device
 
     @property
@@ -219,11 +224,11 @@ class BatchEngine:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds of waiting for the last plan; None where the process plans as it goes."""
+        """Seconds that the last step waited for its plan; None without ranks."""
         return None if self._plans is None else self._plans.waited_s
 
     def expect(self, batch: Batch, options: ChunkOptions) -> None:
-        """A step over this batch will come: its plan can be made."""
+        """Start to plan a batch that `compute` will train."""
         if self._plans is not None and batch.num_valid_tokens:
             self._plans.expect(Wanted.of(batch, options))
 
@@ -236,11 +241,11 @@ class BatchEngine:
         weights: Sequence[float] | None = None,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Gradients of the batch's mean loss, or its losses; the loss is that of all processes, and
-        token losses are those of the whole batch.
+        """Compute the gradients of the batch's mean loss, or only its losses.
 
-        `weights`: on several processes, see `Engine.run`. `watch`: see `Executor.run`. A process
-        that fails raises its own error, and all others raise ElsewhereError.
+        The result covers the whole batch on all processes. If a process fails it raises its error,
+        and all others raise ElsewhereError. `weights` (on several processes), `watch`: see
+        `Engine.run`.
         """
         if self._plans is None:
             divisor = batch.num_valid_tokens if backward else None
@@ -256,23 +261,23 @@ class BatchEngine:
                 plan = with_draw(plan, batch, options)
             return method, plan, batch.part(self.engine.reads(plan))
 
-        # a process that has no plan, or cannot read its sequences, tells the others
+        # an error in planning or in reading sequences is raised on all processes
         self.method, plan, own = together(self.engine.ranks, prepare)
         return self.engine.run(plan, own, batch.num_valid_tokens, weights=weights, watch=watch)
 
     def share(self, num_sequences: int) -> range:
-        """The sequences of a batch whose token losses, which all have, this process counts."""
+        """Return the sequences whose token losses, known to all, this process aggregates."""
         return range(self.processes.launch.number, num_sequences, self.processes.num_processes)
 
     def close(self) -> None:
-        """No batch will come any more."""
+        """Stop planning after the last batch."""
         if self._plans is not None:
             self._plans.close()
 
 
 def step_options(options: ChunkOptions, step: int) -> ChunkOptions:
-    """Options whose draw is that of a step: it follows from the run's seed and the step's number
-    alone, so that a step that is repeated, or computed after a resume, draws the same chunks."""
+    """Return options with a sampling seed that depends on the run's seed and the step only, so that
+    a step that is repeated, also after a resume, samples the same chunks."""
     sampling = options.sampling
     if sampling is None:
         return options
@@ -280,22 +285,22 @@ def step_options(options: ChunkOptions, step: int) -> ChunkOptions:
 
 
 def drawn_share(plan: ChunkPlan | None) -> float | None:
-    """Share of a plan's chunks that were drawn, whole sequences among them; None: it draws none."""
+    """Return the sampled share of a plan's chunks, those of whole sequences included; else None."""
     if plan is None or not plan.sampled:
         return None
     return num_drawn(plan) / len(plan.chunks)
 
 
 def with_draw(plan: ChunkPlan, batch: Batch, options: ChunkOptions) -> ChunkPlan:
-    """The plan with the draw that `options` ask for, if any: the same on all processes that have
-    the batch, whose labels are read."""
+    """Return the plan with the chunks that `options` sample, if any; equal on all processes, as it
+    depends on the whole batch's labels."""
     if options.sampling is None:
         return plan
     return sampled(plan, options.sampling, _labelled(plan, batch))
 
 
 def _labelled(plan: ChunkPlan, batch: Batch) -> set[int]:
-    """The chunks of cut sequences that have a label: that of a token is the token behind it."""
+    """Return the chunks of cut sequences that have a (shifted) label."""
     found = set()
     for index in {chunk for group in plan.groups.values() for chunk in group}:
         for piece in plan.chunks[index].slices:

@@ -1,4 +1,4 @@
-"""The loss on data that is not trained on, overall and by position, through the same engine."""
+"""The loss on data that is not trained on, overall and by position, with the same engine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from furlong.runtime.step import StepResult
 
 HELD_OUT, TRAINING = "held-out", "training"
-"""Names of what is evaluated: `data.eval`, and a share of the training sequences."""
+"""Names of the evaluated data: `data.eval`, and a share of the training sequences."""
 FIRST_BUCKET_TOKENS = 64
-"""Earlier positions are one bucket: they hold few tokens."""
+"""Positions below this are one bucket, since they have few tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PositionBucket:
-    """Tokens at positions [start, stop) of their sequences, all those with a label."""
+    """The labelled tokens at positions [start, stop) of their sequences."""
 
     start: int
     stop: int
@@ -47,16 +47,16 @@ class Evaluation:
     """Mean loss over all labels of a data set, and by position in powers of two.
 
     A token's position is the number of tokens before it. A model that uses its long context
-    predicts late tokens better; that late tokens come from long documents only is part of the
-    figure, so compare a bucket with itself over time or between models.
+    predicts late tokens better. Late tokens come from long documents only, so compare a bucket with
+    itself, over time or between models.
     """
 
     loss: float
     num_valid_tokens: int
     by_position: tuple[PositionBucket, ...] = ()
-    """Ascending; buckets without a label are left out. None of pairs."""
+    """Ascending, without empty buckets; () for pairs."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other figures of the loss, by name."""
+    """Other metrics of the loss, by name."""
 
 
 def evaluate(
@@ -68,10 +68,9 @@ def evaluate(
     used: UsedMemory | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """The loss of all batches, without dropout and without gradients.
+    """Return the loss of all batches in eval mode, without gradients; None once `should_stop()`.
 
-    Chunks shrink where memory, or the budget of `used`, does not suffice. None as soon as
-    `should_stop` says so. The model's modes are afterwards as before.
+    Chunks shrink if memory, or the budget of `used`, does not suffice. Train modes are restored.
     """
     objective = objective or Objective()
     loss_sum, num_terms, num_valid_tokens = 0.0, 0, 0
@@ -115,15 +114,15 @@ def evaluate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it the model evaluates; its modes are afterwards as before."""
+    """Context manager: eval mode; restores the mode of every module."""
     with modes_kept(model):
         model.eval()
         yield
 
 
 def share_of(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Units]:
-    """Some sequences, the same in every evaluation of a run, at least one, in the order of the
-    data; a pair stays one."""
+    """Return a random share of the sequences in data order, at least one unit; equal for equal
+    `seed`. Pairs stay together."""
     num_chosen = max(1, round(share * len(data.units)))
     chosen = np.sort(np.random.default_rng(seed).permutation(len(data.units))[:num_chosen])
     units = data.units[chosen]
@@ -133,10 +132,8 @@ def share_of(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Un
 
 
 def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tensor) -> None:
-    """losses (T,) of the tokens t + 1, labels (T,) unshifted; adds to the figures per power of two.
-
-    The bucket of position p has the index floor(log2(p)).
-    """
+    """Add token losses (T,), entry t about token t + 1, to `sums` and `counts` by position.
+    `labels`: (T,), unshifted. The bucket of position p has index floor(log2(p))."""
     positions = torch.nonzero(labels[1:] != IGNORE_INDEX).flatten() + 1
     # frexp is exact: p = m * 2**e with m in [0.5, 1).
     index = torch.frexp(positions.double()).exponent.long() - 1

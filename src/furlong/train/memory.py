@@ -1,14 +1,13 @@
-"""Memory that training takes on a device, held to a budget, and chunks that shrink until it fits.
+"""Training's memory on a device, checked against a budget; chunks shrink until a step fits.
 
-Counted are weights, gradients, optimizer and all that a step needs, in the terms of predictions and
-budgets: not the interpreter, its libraries, the data set's mapped files and other processes. On
-CUDA it is what the allocator has given out. On a CPU it is the process's own memory: the bytes of
-weights and optimizer are counted, and what the process has taken since is measured, with all that
-the C library's heap keeps of what was freed.
+Weights, gradients, optimizer states and a step's tensors count, as in predictions and budgets; the
+interpreter, libraries, mapped files of data sets and other processes do not. On CUDA it is the
+caching allocator's allocated memory. On a CPU it is the bytes of weights and optimizer, plus the
+growth of the process since, including freed memory that the C library's heap keeps.
 
-What has failed is freed and put back as it was, the chunk is halved, and the call is made again
-with a plan of the smaller chunks. The gradients are the same: exactness holds for any chunk size.
-Where chunks are sampled the estimate is of the same gradient, with other draws.
+After running out of memory, a call is undone, the chunk size is halved, and the call is repeated.
+The gradients are the same, as they are exact for any chunk size. With sampled chunks, other chunks
+are drawn to estimate the same gradient.
 """
 
 from __future__ import annotations
@@ -38,25 +37,23 @@ from furlong.units import format_bytes
 
 _T = TypeVar("_T")
 SCRATCH_BYTES = 2**26
-"""Bytes of libraries and of the heap that no plan counts: a budget may be passed by so much."""
+"""Tolerance above a budget, for memory of libraries and the heap that no plan counts."""
 SMALLEST_TOKENS = 64
-"""Chunks of so many tokens are not halved: smaller ones save hardly any memory, for what a step
-needs then does not depend on them."""
+"""Smallest chunk size to shrink to: below it, a step's memory hardly depends on the chunk size."""
 
 
 class OverBudgetError(MemoryError):
-    """A step took more than the budget of the device."""
+    """A step exceeded the device's memory budget."""
 
 
 class UsedMemory:
-    """Made before the first step, when weights and the optimizer's state are there."""
+    """Measures training memory. Create it once weights and optimizer states are allocated."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer,
         device: torch.device, *, budget_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        """`device`: where they compute. `budget_bytes`: what `check` holds a CPU to; None:
-        nothing."""
+        """`device`: the compute device. `budget_bytes`: limit for `check`, used on a CPU only."""
         held = list(parameters)
         self.device = device
         self._on_cpu = self.device.type != "cuda"
@@ -71,18 +68,18 @@ class UsedMemory:
             self._base_bytes -= sum(x.nbytes for x in counted)
 
     def restart(self) -> None:
-        """Let the peak start again from what is in use now."""
+        """Reset the peak to the memory in use now."""
         if self._on_cpu:
-            give_back_memory(self.device)  # else a step counts what was freed before it
+            give_back_memory(self.device)  # else memory freed before would count
         reset_peak_memory(self.device)
 
     def peak_bytes(self) -> int:
-        """The most since `restart`."""
+        """Return the peak bytes since `restart`."""
         file = file_bytes() if self._on_cpu else 0
         return max(0, peak_memory_bytes(self.device) - file - self._base_bytes)
 
     def check(self) -> None:
-        """Raises OverBudgetError if the peak is above the budget."""
+        """Raise OverBudgetError if the peak is above the budget."""
         budget_bytes = self.budget_bytes
         if budget_bytes is None or (used := self.peak_bytes()) <= budget_bytes + SCRATCH_BYTES:
             return
@@ -91,7 +88,7 @@ class UsedMemory:
 
 
 class Fitting:
-    """The options of a run, which a step that does not fit replaces by those of smaller chunks."""
+    """The chunk options of a run, replaced by smaller chunks when a step runs out of memory."""
 
     def __init__(
         self,
@@ -100,7 +97,7 @@ class Fitting:
         say: Callable[[str], None] = print,
         changed: Callable[[ChunkOptions], None] = lambda options: None,
     ) -> None:
-        """`changed` is told the new options."""
+        """`changed` is called with the new options, `say` with messages."""
         self.options = options
         self._say, self._changed = say, changed
 
@@ -113,11 +110,15 @@ class Fitting:
         device: torch.device,
         undo: Callable[[], None] = lambda: None,
     ) -> _T:
-        """The outcome of `call` with the options that fit.
+        """Return the result of `call(options)`, retried with smaller chunks until it fits.
 
-        `name`: what messages call it; `num_tokens`: those of its batch. After a failure `undo`
-        takes back what it has left, and random generators are as before it. Raises ConfigError
-        after two failures with the smallest chunks.
+        Args:
+            name: What messages call it.
+            num_tokens: Tokens of its batch.
+            undo: Reverts a failed call; random generators are restored, too.
+
+        Raises:
+            ConfigError: After two failures with the smallest chunks.
         """
         before = RNGState.read(device)
 
@@ -141,7 +142,7 @@ class Fitting:
             self._say(f"{name} did not fit ({reason}): once more with chunks of {old.size} tokens")
             return
         size = old.size // 2
-        while size >= num_tokens and size > SMALLEST_TOKENS:  # as many chunks as before: one
+        while size >= num_tokens and size > SMALLEST_TOKENS:  # would still be a single chunk
             size //= 2
         new = replace(old, size=max(size, SMALLEST_TOKENS))
         words = f"chunks of {new.size} tokens from now on, {old.size} before"
@@ -158,17 +159,17 @@ class Fitting:
 def try_call(
     call: Callable[[], _T], device: torch.device, undo: Callable[[], None] = lambda: None
 ) -> tuple[_T | None, str]:
-    """The outcome of `call` and nothing; or None and the reason, where memory did not suffice for
-    it. Then `undo` takes back what it has left, and memory that nothing holds is freed."""
+    """Return (result, ""), or (None, reason) if `call` ran out of memory; `undo` then reverts it,
+    and cached memory is freed."""
     try:
         return call(), ""
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         reason = first_line(error)
-    # The error and the frames that it held are gone: now their memory can be freed.
+    # Out of the except block, the error no longer holds frames and their tensors.
     undo()
-    gc.collect()  # what the error has left may lie in a cycle
+    gc.collect()  # tensors of failed frames may be in reference cycles
     give_back_memory(device)
     return None, reason
 

@@ -1,7 +1,7 @@
-"""Losses of a run: what `train.loss` names, from the data's format to the figures of a step.
+"""The losses that `train.loss` names, with their data format and metrics.
 
-To add one: a class here with the members of `Objective`, a row in `OBJECTIVES`, and its name in
-`config.schema`. Loads no torch before it computes.
+To add a loss, write a subclass of `Objective` here, and add it to `OBJECTIVES` and its name to
+`config.schema`. Torch is imported only when a loss is computed.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
     "logps/chosen", "logps/rejected",
 )  # fmt: skip
-"""Figures of a pair, named as TRL names them."""
+"""Metrics of a pair, under TRL's names."""
 
 
 class Objective:
-    """A loss with its options. This one is the cross-entropy of all tokens with a label, which
-    `train.loss: sft` names; others are its subclasses."""
+    """A loss with its options. The base class is the cross-entropy of all labels
+    (`train.loss: sft`)."""
 
     format: ClassVar[Format | None] = None
-    """The shape of the data, see `data.format`; None: the run's own."""
+    """The required `data.format`; None: any."""
     unit_size: ClassVar[int] = 1
-    """Sequences of a batch that make one term of the loss."""
+    """Sequences per unit; a pair loss has one term for each unit of two."""
     needs_reference: ClassVar[bool] = False
-    """Whether log-probabilities by the model that the run begins with are to be had first."""
+    """Whether log-probabilities of the initial model are computed before the first step."""
     num_learnt: ClassVar[int] = 1
-    """Sequences at the beginning of a unit that have a gradient; the others are only evaluated."""
+    """Number of first sequences of a unit that are trained on; the others are only evaluated."""
 
     def in_two_phases(self, num_processes: int) -> bool:
-        """Whether each call takes one unit, with the loss between forward and backward."""
+        """Whether each call computes one unit, with the loss between forward and backward."""
         return False
 
     def check(self, config: RunConfig, num_processes: int) -> None:
-        """Raises ConfigError for what the loss cannot have, before anything is read."""
+        """Raise ConfigError for settings that the loss does not support, before data is read."""
 
     def compute(
         self,
@@ -69,25 +69,25 @@ class Objective:
         backward: bool = True,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Gradients of the mean loss of a global batch, or its losses; see `BatchEngine.compute`.
-        All processes call it."""
+        """Compute gradients of a global batch's mean loss, or only its losses. A collective; see
+        `BatchEngine.compute`."""
         return engine.compute(batch, options, backward=backward, watch=watch)
 
     def calls(self, data: DataSet | StreamSet, size: int | str) -> tuple[Call, ...]:
-        """The calls in two phases by which a run over `data` is decided, with `size` as
-        `chunks.size`; none where a step is one plan."""
+        """Return the two-phase calls by which settings for a run over `data` are chosen, with
+        `size` as `chunks.size`; () if a step is one plan."""
         return ()
 
     def num_terms(self, batch: Batch) -> int:
-        """Terms of a batch's mean loss."""
+        """Return the number of terms in a batch's mean loss."""
         return batch.num_valid_tokens
 
     def num_of(self, figure: str, batch: Batch) -> int:
-        """Terms of which a figure is the mean."""
+        """Return the number of terms that a metric is the mean of."""
         return self.num_terms(batch)
 
     def learnt(self, batch: Batch) -> Batch:
-        """The part of a batch that has a gradient."""
+        """Return the part of a batch that is trained on."""
         return replace(batch, sequences=tuple(self._learnt(batch.sequences)))
 
     def _learnt(self, of_sequences: Sequence[_T]) -> list[_T]:
@@ -97,15 +97,15 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer: sums over its tokens, as scalars in float64."""
+    """An answer's log-probabilities, summed over its tokens; scalars in float64."""
 
     log_prob: Tensor
-    """Log-probability of all its tokens, with a graph."""
+    """Log-probability by the model, with a graph."""
     reference: float
-    """Log-probability of all its tokens by the reference."""
+    """Log-probability by the reference model."""
     num_tokens: int
     desirable: bool | None = None
-    """Whether it is wanted, where data says so."""
+    """Whether the answer is desirable, if the data says so (KTO)."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -113,30 +113,30 @@ class Answer:
 
 
 class AnswerLoss(Objective):
-    """A loss of answers beside their reference, whose terms are units of two sequences.
+    """A loss of answers relative to a reference model, with one term per unit of two sequences.
 
-    One process takes each unit in a call of two phases: between them live keys and values of its
-    sequences alone, however many units a batch has. Several processes evaluate the batch first,
-    wherever its sequences lie, and make the losses of what all have then: the gradient is that of a
-    plan in which each sequence counts as often as the loss changes with its log-probability. That
-    is one forward more, and any layout.
+    A single process computes each unit in a two-phase call, so only the kept tensors of its two
+    sequences are in memory between forward and backward, whatever the batch size. Several processes
+    first evaluate the batch in any layout and compute the losses on all. The gradient is then a
+    second step, in which each sequence is weighted by the loss's derivative with respect to its
+    log-probability. That costs one more forward.
     """
 
     name: ClassVar[str]
-    """Its value of `train.loss`."""
+    """The value of `train.loss`."""
     unit_size = 2
     needs_reference = True
 
     def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
-        """A number of the whole batch, for each term. `beside`: its answers without a gradient."""
+        """Return a number of the whole batch for each `term`. `beside`: answers not trained on."""
         raise NotImplementedError
 
     def term(self, answers: Sequence[Answer], shared: float) -> Tensor:
-        """The loss of a unit's answers with a gradient; the batch's is the mean over units."""
+        """Return the loss of a unit's trained answers; the batch's loss is the mean over units."""
         raise NotImplementedError
 
     def figures(self, answers: Sequence[Answer], shared: float) -> dict[str, float]:
-        """Figures of a unit, by name."""
+        """Return the metrics of a unit, by name."""
         raise NotImplementedError
 
     def in_two_phases(self, num_processes: int) -> bool:
@@ -166,7 +166,7 @@ class AnswerLoss(Objective):
         backward: bool = True,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """`loss_sum` of the outcome is that of the units."""
+        """See `Objective.compute`; `loss_sum` of the result is the sum over units."""
         if engine.is_alone:
             return self._alone(engine, batch, options, backward, watch)
         import torch
@@ -181,7 +181,7 @@ class AnswerLoss(Objective):
                 source="the model's config.json, or model.lora.dropout",
                 change="set its dropouts to 0, or start one process",
             ).on_all()
-        # the same on all processes, which then agree on what each sequence counts
+        # equal on all processes, and so are the weights below
         sums = torch.stack([-losses.sum() for losses in result.token_losses]).requires_grad_()
         answers = list(map(_answer, batch.sequences, sums))
         shared = self.shared(batch, self._beside(answers))
@@ -191,7 +191,7 @@ class AnswerLoss(Objective):
         if backward:
             (slopes,) = torch.autograd.grad(loss_sum / len(units), sums)
             learnt = self.learnt(batch)
-            # a plan divides by its labels
+            # the step divides by its labels
             counts = [-slope * learnt.num_valid_tokens for slope in self._learnt(slopes.tolist())]
             result = engine.compute(learnt, options, weights=counts, watch=watch)
         total = float(loss_sum.detach())
@@ -208,7 +208,7 @@ class AnswerLoss(Objective):
         return [one for n, one in enumerate(of_sequences) if n % self.unit_size >= self.num_learnt]
 
     def _units(self, of_sequences: Sequence[_T]) -> list[Sequence[_T]]:
-        """The part of each unit that is learnt."""
+        """Return the trained part of each unit."""
         starts = range(0, len(of_sequences), self.unit_size)
         return [of_sequences[start : start + self.num_learnt] for start in starts]
 
@@ -220,7 +220,7 @@ class AnswerLoss(Objective):
         backward: bool,
         watch: Callable[[], None],
     ) -> StepResult:
-        """One call for each unit, whose gradients add up."""
+        """Compute unit by unit, and accumulate gradients."""
         import torch
 
         from furlong import values
@@ -236,7 +236,7 @@ class AnswerLoss(Objective):
         started_s, records = time.perf_counter(), list[Record]()
 
         def note(action: Forward | Backward) -> None:
-            """The action has waited for the device; a backward holds what it computes again."""
+            """Record an action that has waited for the device; backwards include recomputes."""
             start_s = records[-1].stop_s if records else 0.0
             stop_s = time.perf_counter() - started_s
             records.append(Record(0, "compute", action, start_s, stop_s, 0, 0))
@@ -264,15 +264,19 @@ class AnswerLoss(Objective):
 
 @dataclass(frozen=True)
 class PairLoss(AnswerLoss):
-    """A loss of two answers, chosen and rejected by turns in a batch: `train.loss: dpo`.
+    """Losses of pairs, with chosen and rejected answers alternating in a batch: `train.loss: dpo`.
 
-    A reward is beta times the log-ratio of an answer, as in DPO (Rafailov et al., 2023, equation
-    5). sigmoid: DPO; with smoothing the mean loss under so many pairs the wrong way round
-    (conservative DPO). sigmoid_norm: the same of log-ratios per token. robust: unbiased under so
-    many wrong pairs (Chowdhury et al., 2024, equation 12). ipo: a squared distance of log-ratios
-    per token (Azar et al., 2023, equation 17; beta is its tau). apo_zero and apo_down: anchored
-    (D'Oosterlinck et al., 2024, equations 7 and 8). `sft_weight`: of the mean cross-entropy of all
-    tokens of the batch's chosen answers, which is added.
+    A reward is beta times an answer's log-ratio, as in DPO (Rafailov et al., 2023, equation 5).
+    `label_smoothing` is the assumed share of swapped pairs.
+
+        sigmoid             DPO; with smoothing, conservative DPO
+        sigmoid_norm        DPO with log-ratios per token
+        robust              unbiased under swapped pairs (Chowdhury et al., 2024, equation 12)
+        ipo                 squared, log-ratios per token; beta is tau (Azar et al., 2023, eq. 17)
+        apo_zero, apo_down  anchored (D'Oosterlinck et al., 2024, equations 7 and 8)
+
+    `sft_weight`: factor of the mean cross-entropy over all chosen tokens of the batch, which is
+    added.
     """
 
     loss_type: str = "sigmoid"
@@ -285,7 +289,7 @@ class PairLoss(AnswerLoss):
     num_learnt = 2
 
     def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
-        """The weight of a chosen token's cross-entropy in the loss of its pair."""
+        """Return the weight of a chosen token's cross-entropy in its pair's loss."""
         num_tokens = sum(one.num_valid_tokens for one in batch.sequences[::2])
         return self.sft_weight * self.num_terms(batch) / num_tokens
 
@@ -311,7 +315,7 @@ class PairLoss(AnswerLoss):
         return loss - shared * answers[0].log_prob if shared else loss
 
     def figures(self, answers: Sequence[Answer], shared: float) -> dict[str, float]:
-        """The figures `METRICS` of a pair."""
+        """Return the `METRICS` of a pair."""
         log_probs = [float(answer.log_prob.detach()) for answer in answers]
         rewards = [
             self.beta * (log_prob - answer.reference)
@@ -323,12 +327,12 @@ class PairLoss(AnswerLoss):
 
 @dataclass(frozen=True)
 class KTOLoss(AnswerLoss):
-    """A loss of single answers, each wanted or not: `train.loss: kto` (Ethayarajh et al., 2024,
+    """The loss of desirable and undesirable answers: `train.loss: kto` (Ethayarajh et al., 2024,
     equation 7).
 
     In a batch each answer is followed by its prompt with another record's answer. The mean of the
-    log-ratios of these, at least 0 and without a gradient, is the point from which an answer's own
-    log-ratio is measured.
+    latters' log-ratios, at least 0 and without a gradient, is the reference point that is
+    subtracted from an answer's log-ratio.
     """
 
     beta: float = 0.1
@@ -339,7 +343,7 @@ class KTOLoss(AnswerLoss):
     format = "unpaired"
 
     def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
-        """The estimate of the KL divergence from the reference."""
+        """Return the estimated KL divergence from the reference model."""
         return max(0.0, sum(float(one.log_ratio.detach()) for one in beside) / len(beside))
 
     def term(self, answers: Sequence[Answer], shared: float) -> Tensor:
@@ -352,7 +356,7 @@ class KTOLoss(AnswerLoss):
         return self.undesirable_weight * sigmoid(reward)
 
     def figures(self, answers: Sequence[Answer], shared: float) -> dict[str, float]:
-        """The figures of an answer, of its own kind alone."""
+        """Return the metrics of an answer, under the names of its kind."""
         (answer,) = answers
         log_prob = float(answer.log_prob.detach())
         kind = "chosen" if answer.desirable else "rejected"
@@ -378,15 +382,15 @@ OBJECTIVES: dict[str, Callable[[TrainConfig], Objective]] = {
 
 
 def objective_of(settings: TrainConfig) -> Objective:
-    """The loss of a run."""
+    """Return the loss of a run."""
     return OBJECTIVES[settings.loss](settings)
 
 
 def log_probs(
     engine: BatchEngine, sequences: Iterable[Tokens], options: ChunkOptions
 ) -> list[npt.NDArray[Any]]:
-    """The log-probabilities of each sequence's tokens with a label, the same on all processes.
-    Call it under `torch.no_grad`."""
+    """Return the log-probabilities of each sequence's labelled tokens, equal on all processes. Call
+    it under `torch.no_grad`."""
     from furlong import values
     from furlong.data.loader import Batch, LoaderState, sequence_tensors
     from furlong.data.tokenize import IGNORE_INDEX
@@ -402,7 +406,7 @@ def log_probs(
 
 
 def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each figure over those that have it."""
+    """Return the mean of each metric over the mappings that have it."""
     listed: dict[str, list[float]] = {}
     for own in found:
         for name, value in own.items():
@@ -411,7 +415,7 @@ def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _answer(sequence: Tokens, log_prob: Tensor) -> Answer:
-    """The answer of a sequence whose reference is known, of the summed log-probability."""
+    """Return the Answer of a sequence with its reference and its summed log-probability."""
     from furlong.data.tokenize import IGNORE_INDEX
 
     assert sequence.reference is not None  # attached before the first step

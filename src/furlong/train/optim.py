@@ -1,4 +1,4 @@
-"""The optimizer, its state, and the course of its learning rate."""
+"""The optimizer, its state, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from furlong.train.processes import ALONE, Processes
 _HF_NAMES = {
     "constant": "constant_with_warmup",
     "cosine": "cosine_with_min_lr",
-    "linear": "polynomial",  # to a floor, as its linear one does not
+    "linear": "polynomial",  # "linear" has no minimum rate
 }
-"""transformers' names of the schedules."""
+"""Schedule -> its name in transformers."""
 
 
 def build_optimizer(
     model: nn.Module, settings: TrainConfig, processes: Processes = ALONE
 ) -> torch.optim.Optimizer:
-    """The optimizer of a run for what requires a gradient. A process of a pipeline may hold nothing
-    that is trained. A collective; raises ConfigError for a group that matches no parameter."""
+    """Return the run's optimizer of all parameters that require a gradient; a pipeline stage may
+    have none. A collective. Raises ConfigError for a group that matches no parameter."""
     name = settings.optimizer
     groups, matrices = _groups(model, settings, processes)
     plain: dict[str, Any] = {"lr": settings.lr}
@@ -49,28 +49,28 @@ def build_optimizer(
         bits = int(name.rpartition("_")[2].removesuffix("bit"))
         make = library(f"train.optimizer: {name}").optim.AdamW
         return make(groups, optim_bits=bits, is_paged=name.startswith("paged"), **adam)  # type: ignore[no-any-return]
-    # for a GPU one kernel updates all, also what is offloaded from it, without temporaries of the
-    # size of the weights; that of a CPU is three times as fast as several, and rounds the ends of a
-    # tensor otherwise, and so what a process holds of a divided one
+    # On a GPU, and for weights offloaded from it, the fused kernel needs no temporaries of the
+    # weights' size. On a CPU it is three times as fast, but not used: it rounds the end of a tensor
+    # differently, and so depends on the sharding.
     fused = any(_is_for_gpu(p) for own in (*groups, *matrices) for p in own["params"])
     is_narrow = settings.state_dtype == "bfloat16"
     others = (BF16AdamW if is_narrow else torch.optim.AdamW)(groups, fused=fused or None, **adam)
     if name != "muon":
         return others
-    # with this factor an update is as large as AdamW's, so one learning rate serves both
+    # updates as large as AdamW's, so one learning rate serves both
     return MuonAndAdamW(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **plain), others)
 
 
 def _is_for_gpu(x: Tensor) -> bool:
-    """Whether a parameter computes on a GPU, wherever it lies between steps."""
+    """Whether a parameter computes on a GPU, even if it is offloaded between steps."""
     return x.is_cuda or (isinstance(x, DTensor) and x.device_mesh.device_type == "cuda")
 
 
 def _groups(
     model: nn.Module, settings: TrainConfig, processes: Processes
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Parameters by learning rate and decay, those without a group of the run first; and the same
-    of what Muon updates. Norms and biases (one axis) do not decay unless their group says so."""
+    """Return parameter groups by learning rate and weight decay, for AdamW and for Muon; the
+    defaults come first. Parameters of one axis (norms, biases) decay only by their group."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     everywhere = {name for names in processes.each(list(named)) for name in names}
     for group in settings.groups:
@@ -105,7 +105,7 @@ def _groups(
 
 
 def _ends(model: Any) -> set[int]:
-    """Identities of the weights of embeddings and of the head, which Muon does not update."""
+    """Return ids of embedding and head weights, which Muon does not update."""
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if callable(getattr(model, "get_output_embeddings", None)):
         modules.append(model.get_output_embeddings())
@@ -113,36 +113,34 @@ def _ends(model: Any) -> set[int]:
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for the matrices of the layers and AdamW for the rest, as one optimizer: its groups and
-    its state are theirs."""
+    """Muon for the layers' matrices and AdamW for other parameters, as one optimizer with the
+    groups and state of both."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        lr = parts[0].defaults["lr"]  # a floor of the schedule is a share of it
+        lr = parts[0].defaults["lr"]  # schedules derive their minimum from it
         super().__init__([group for part in parts for group in part.param_groups], {"lr": lr})
         self.parts = parts
         for part in parts:
             part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """An update of both."""
+        """Update all parameters with both."""
         for part in self.parts:
             part.step()
 
 
 class BF16AdamW(torch.optim.AdamW):
-    """AdamW whose moments lie in bfloat16 between steps; each update is computed in the weights'
-    own dtype.
+    """AdamW with moments stored in bfloat16; updates are computed in the weights' dtype.
 
-    They are rounded up or down by chance, so that their mean is right: to the nearest, a second
-    moment would never fall by the last 0.4 percent. The draws follow from the number of the step,
-    the parameter's name (its place, in groups without names) and the part of it that this process
-    has: nothing of them is saved, and copies of a weight, as tied embeddings on two stages, stay
-    equal. `make_state` goes before.
+    Moments are rounded stochastically, so they are right in the mean: rounded to nearest, a second
+    moment could not decay by less than 0.4 %. The seed depends on the step, the parameter's name
+    (or its index) and its shard, so no generator state is saved, and copies of a weight, such as
+    tied embeddings on two stages, stay equal. Call `make_state` first.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """An update; a weight's moments are wide for as long as it is updated."""
+        """Update all parameters, one at a time; only its moments are in the wide dtype."""
         updated = [
             (group, name, parameter)
             for number, group in enumerate(self.param_groups)
@@ -151,7 +149,7 @@ class BF16AdamW(torch.optim.AdamW):
         ]
         if not updated:
             return
-        # read at once: on a GPU the host waits for it
+        # in one transfer, as the host waits for a GPU
         steps = torch.stack([self.state[parameter]["step"] for *_, parameter in updated]).tolist()
         for (group, name, parameter), step in zip(updated, steps, strict=True):
             state = self.state[parameter]
@@ -164,7 +162,7 @@ class BF16AdamW(torch.optim.AdamW):
                 beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
                 weight_decay=group["weight_decay"],
             )  # fmt: skip
-            # a hash: torch's generator of a CPU begins with 32 bits of it
+            # hashed: torch's CPU generator uses only 32 bits of a seed
             drawn_for = f"{int(step)} {name} {_part_of(parameter)}"
             seed = xxhash.xxh3_64_intdigest(drawn_for.encode())
             draws = torch.Generator(weight.device).manual_seed(seed)
@@ -173,13 +171,13 @@ class BF16AdamW(torch.optim.AdamW):
 
 
 def _names(group: dict[str, Any], number: int) -> list[str]:
-    """Names of a group's parameters, else their places in the optimizer."""
+    """Return the names of a group's parameters, by default "group.index"."""
     return group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
 
 
 def _part_of(parameter: Tensor) -> list[int]:
-    """Which shard of a divided parameter this process has, along each axis of the mesh that
-    divides it; processes that have the same one have the same numbers."""
+    """Return the coordinates of this process's shard along the mesh axes that shard the parameter;
+    equal for replicas of a shard."""
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh
@@ -188,7 +186,7 @@ def _part_of(parameter: Tensor) -> list[int]:
 
 
 def _rounded(x: Tensor, draws: torch.Generator) -> Tensor:
-    """Numbers that bfloat16 holds, each x or one of its two neighbours with x as the mean."""
+    """Round stochastically to float32 values that bfloat16 can represent, with mean x."""
     noise = torch.randint(
         2**16, x.shape, dtype=torch.int32, device=x.device, generator=draws
     )  # in the 16 bits that bfloat16 lacks
@@ -196,20 +194,20 @@ def _rounded(x: Tensor, draws: torch.Generator) -> Tensor:
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer its state, as its first step would: what does not fit beside it fails in
-    that step, and not in the second one. Trained weights become memory of this process's own."""
+    """Allocate the optimizer's state, as its first step would, so that a lack of memory shows in
+    the first step, not in the second. Also turns memory-mapped weights into allocated memory."""
     with torch.no_grad():
         for part in getattr(optimizer, "parts", (optimizer,)):
             for number, group in enumerate(part.param_groups):
                 for index, parameter in enumerate(group["params"]):
-                    parameter.mul_(1)  # loaded weights lie in a mapped file until they are written
+                    parameter.mul_(1)  # loaded weights are mapped from a file until written to
                     if not part.state[parameter]:
                         _give_state(part, number, index)
 
 
 def _give_state(optimizer: Any, number: int, index: int) -> None:
-    """The state of parameter `index` of a group. Counts of steps are tensors, as all that a
-    checkpoint holds."""
+    """Initialize the state of parameter `index` of a group. Step counts are tensors, as checkpoints
+    require."""
     group = optimizer.param_groups[number]
     parameter, state = group["params"][index], optimizer.state[group["params"][index]]
     if isinstance(optimizer, torch.optim.Muon):
@@ -217,7 +215,7 @@ def _give_state(optimizer: Any, number: int, index: int) -> None:
     elif hasattr(optimizer, "init_state"):  # bitsandbytes
         optimizer.init_state(group, parameter, number, index)
         state["step"] = torch.zeros((), dtype=torch.int64)
-        optimizer.initialized = True  # else its first step takes the counts to the GPU
+        optimizer.initialized = True  # else its first step moves the counts to the GPU
     elif hasattr(optimizer, "bf16_stochastic_round"):  # torchao
         state["step"] = torch.zeros(())
         for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
@@ -237,7 +235,7 @@ def _give_state(optimizer: Any, number: int, index: int) -> None:
 
 
 def _zero_means(parameter: Tensor, axis: int) -> Tensor:
-    """Zeros for means over an axis: divided as the parameter is, or whole where that axis is."""
+    """Return zeros shaped like means over an axis, sharded like the parameter on its other axes."""
     means = parameter.detach().mean(axis)
     if isinstance(means, DTensor):
         whole = [Replicate() if one.is_partial() else one for one in means.placements]
@@ -246,25 +244,25 @@ def _zero_means(parameter: Tensor, axis: int) -> Tensor:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The tensors of a parameter's state by name, themselves; quantised ones of torchao, which one
-    process has whole, as the tensors that they are made of."""
+    """Return the tensors of a parameter's state by name, without copies; torchao's quantized ones
+    (never sharded) as their component tensors."""
     found: dict[str, Tensor] = {}
     for name, value in optimizer.state.get(parameter, {}).items():
         packed: Any = local(value)
         if hasattr(packed, "codes"):
             found |= {f"{name}.{part}": getattr(packed, part) for part in packed.tensor_attrs}
-        elif name != "RMS":  # of Adafactor, which finds it anew in each step
+        elif name != "RMS":  # Adafactor recomputes it in each step
             found[name] = value
     return found
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
+    """Return the local shard of a DTensor, other tensors unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def warmup_steps_of(settings: TrainConfig, num_steps: int) -> int:
-    """Steps of the warm-up, at least one; a number below 1 is a share of all, rounded up."""
+    """Return the warm-up steps, at least 1; a setting below 1 is a share of all, rounded up."""
     given = settings.warmup_steps
     return max(1, int(given) if given >= 1 else math.ceil(num_steps * given))
 
@@ -272,9 +270,9 @@ def warmup_steps_of(settings: TrainConfig, num_steps: int) -> int:
 def build_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainConfig, num_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate per step: that of transformers' `get_scheduler` for one step more, without
-    its first step, whose rate is zero, and with a warm-up of at least one step. So no step is
-    without effect: the rate would reach 0, or `min_lr`, one step after the last."""
+    """Return the schedule of transformers' `get_scheduler` for one step more, without its first
+    step, whose rate is 0, and with at least one warm-up step. So no step has rate 0, which (or
+    `min_lr`) would be reached one step after the last."""
     import_safely()  # it loads peft, which does not
     from transformers import get_scheduler
 
@@ -290,7 +288,7 @@ def build_schedule(
         floors.get(settings.schedule),
     )
     schedule.lr_lambdas = [
-        # no rate is taken behind the last step, where a warm-up of all steps has none
+        # not beyond the last step, where a schedule that only warms up has no rate
         lambda step, factor=factor: factor(min(step + 1, num_steps))  # type: ignore[misc]
         for factor in schedule.lr_lambdas
     ]
@@ -299,14 +297,14 @@ def build_schedule(
 
 
 def set_rate(schedule: torch.optim.lr_scheduler.LambdaLR, step: int = 0) -> None:
-    """Put a schedule where it is after so many steps; its rates follow from their number alone."""
+    """Set a schedule to its state after `step` steps, on which its rates depend only."""
     schedule.last_epoch = step
     rates = [
         base * factor(step)
         for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     ]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):  # torchao's
+        if isinstance(group["lr"], Tensor):  # torchao
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate

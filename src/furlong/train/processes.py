@@ -1,8 +1,8 @@
 """The processes of a run: how they were started, agree, and end together.
 
-Torch is loaded where there are several. They agree by collectives over gloo. One that fails alone
-leaves a word in the launcher's store and ends; the others lose their connection to it, tell that
-word and end as well. What hangs is ended by torch, after the limits of time below.
+Torch is imported only for several processes. They agree by collectives over gloo. A process that
+fails alone writes the reason to the launcher's store and exits; the others lose their connection to
+it, print that reason and exit, too. Hanging collectives end after the timeouts below.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _START_LIMIT = timedelta(minutes=10)
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
-"""For collectives within steps: a replica may wait for the longer sequences of another one. Steps
-that are predicted to take long get more, see `limit_of_step`."""
+"""Timeout of collectives within steps, where a replica may wait for another one's longer sequences.
+Steps that are predicted to take long get more; see `limit_of_step`."""
 _STEP_FACTOR = 4
 _AGREEMENT_LIMIT = timedelta(hours=12)
-"""For agreements: others wait in them while one process tokenizes, saves or exports."""
+"""Timeout of agreements, where others wait while one process tokenizes, saves or exports."""
 _COMMAND = "torchrun --nproc-per-node {} -m furlong train RUN.yaml"
 _MACHINES = "--nnodes {} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
 _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
 _OTHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "SLURM_STEP_NUM_TASKS": "srun",  # the script of a job has SLURM_NTASKS too, and is one process
+    "SLURM_STEP_NUM_TASKS": "srun",  # SLURM_NTASKS is also set in a job's script, a single process
     "PMI_SIZE": "mpiexec",
 }
-"""Launchers by the variable in which they tell the number of processes."""
+"""Variable with the number of processes -> launcher that sets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The place of this process among those that a launcher has started together."""
+    """The rank of this process among those that a launcher started together."""
 
     number: int = 0
-    """From 0; torchrun calls it the rank."""
+    """The global rank (torchrun's RANK)."""
     num_processes: int = 1
     local_number: int = 0
-    """Number among the processes of its machine, and of its device."""
+    """Rank within the machine, and index of its device (LOCAL_RANK)."""
     num_local: int = 1
-    """Processes of its machine: they share its memory."""
+    """Number of processes on the machine, which share its memory."""
     attempt: int = 0
-    """How many times the launcher has started all processes before, after one of them ended."""
+    """Number of earlier restarts of all processes by the launcher."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for all: it prints, and writes what is written once."""
+        """Whether this process prints, and writes files of the whole run."""
         return self.number == 0
 
 
 def command_like(launch: Launch, arguments: str) -> str:
-    """The command line that starts `furlong` with these arguments on as many processes, on each
-    machine."""
+    """Return the command line, for each machine, that runs `furlong` with these arguments on as
+    many processes."""
     if launch.num_processes == 1:
         return f"furlong {arguments}"
     num_machines = -(-launch.num_processes // launch.num_local)
@@ -83,10 +83,10 @@ def command_like(launch: Launch, arguments: str) -> str:
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch that torchrun, or a launcher with its variables, describes; else one process.
+    """Read the launch from torchrun's environment variables; without them a single process.
 
-    Raises ConfigError for variables that are missing, and for processes that another launcher has
-    started: each would train by itself.
+    Raises ConfigError for missing variables, and for processes of another launcher, each of which
+    would train by itself.
     """
     size = environment.get("WORLD_SIZE")
     if not size:
@@ -117,14 +117,14 @@ def _launch_error(given: str, name: str, count: str) -> ConfigError:
 
 
 def sizes_of(parallel: ParallelConfig) -> dict[str, int | None]:
-    """The sizes of `parallel` by name; None where it is auto."""
+    """Return the sizes of `parallel` by name; None for auto."""
     sizes = {name: getattr(parallel, name) for name in ("dp", "sp", "pp")}
     return {name: None if size == "auto" else size for name, size in sizes.items()}
 
 
 def layout_of(parallel: ParallelConfig, num_processes: int) -> Layout:
-    """The division of the processes by the sizes of `parallel` without a search: the first size
-    that is auto takes what the others leave, dp before sp before pp; further ones are 1.
+    """Return the layout of the sizes of `parallel`, without a search: the first auto size of dp,
+    sp, pp takes the remaining factor, and further auto sizes are 1.
 
     Raises ConfigError unless the sizes multiply to the number of processes.
     """
@@ -149,15 +149,15 @@ def layout_of(parallel: ParallelConfig, num_processes: int) -> Layout:
 
 
 class Processes:
-    """A process among all of a run; alone it agrees with itself. All call the same methods in
-    the same order."""
+    """Agreement of the processes of a run, or of a single one with itself. All must call the same
+    methods in the same order."""
 
     def __init__(self, launch: Launch, group: ProcessGroup | None = None) -> None:
-        """`group`: of all, over gloo; None where there is one process."""
+        """`group`: all processes, over gloo; None for a single process."""
         self.launch, self.group = launch, group
 
     def apart(self) -> Processes:
-        """The same processes in a group of their own, for a thread."""
+        """Return the same processes with a new group, for use in a thread. A collective."""
         if self.group is None:
             return self
         from torch import distributed as dist
@@ -173,7 +173,7 @@ class Processes:
         return self.launch.num_processes
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Sums of each value over all processes, in float64."""
+        """Return the sum of each value over all processes, in float64."""
         if self.group is None:
             return list(values)
         import torch
@@ -188,7 +188,7 @@ class Processes:
         return self.sums([float(flag)])[0] > 0
 
     def each(self, value: _T) -> list[_T]:
-        """The value of each process, on all of them."""
+        """Return the values of all processes."""
         if self.group is None:
             return [value]
         from torch import distributed as dist
@@ -198,8 +198,8 @@ class Processes:
         return found
 
     def together(self, work: Callable[[], _T]) -> _T:
-        """The outcome of `work` on this process. Where it raises a UserError on any process, all
-        raise it: the first process's own if it has one."""
+        """Return the result of `work` on this process. If it raises a UserError on any process, all
+        raise that of the lowest rank."""
         failure: UserError | ElsewhereError | None = None
         result: Any = None
         try:
@@ -220,33 +220,33 @@ class Processes:
         return result  # type: ignore[no-any-return]
 
     def from_first(self, work: Callable[[], _T]) -> _T:
-        """The outcome of `work` on the first process, which alone does it."""
+        """Run `work` on the first process only; return its result on all."""
         result: Any = self.together(work if self.is_first else lambda: None)
         return self.each(result)[0]  # type: ignore[no-any-return]
 
     def from_first_of_machine(self, value: _T) -> _T:
-        """The value of this machine's first process. A collective."""
+        """Return the value of this machine's first process. A collective."""
         here, launch = gethostname(), self.launch
         told = self.each((here, launch.local_number, value))
-        # machines may have one name: then numbers go on within each
+        # host names may be equal: take the nearest lower rank with local rank 0
         before = reversed(told[: launch.number + 1])
         return next((own for name, local, own in before if (name, local) == (here, 0)), value)
 
     def first_of_each_machine(self, work: Callable[[], _T]) -> _T:
-        """The outcome of `work`; the first process of each machine does it before the others, who
-        then find on disk what it took its time for."""
+        """Run `work` on the first process of each machine, then on the others, which find its files
+        (such as downloads) on disk; return the result of each."""
         is_sooner = self.launch.local_number == 0
         result: Any = self.together(work if is_sooner else lambda: None)
         return self.together(lambda: result if is_sooner else work())  # type: ignore[no-any-return]
 
 
 ALONE = Processes(Launch())
-"""One process, which agrees with itself."""
+"""A single process."""
 
 
 def limit_of_step(step_s: float) -> timedelta:
-    """The time after which collectives of a step end that is predicted to take `step_s`, unless
-    their groups have more: predictions for a device that was not measured are off by 2 and more."""
+    """Return the timeout for collectives of a step predicted to take `step_s`. The margin is large
+    because predictions for uncalibrated devices are off by factors of 2 and more."""
     return timedelta(seconds=_STEP_FACTOR * step_s)
 
 
@@ -256,9 +256,9 @@ def require_equal(
     source: str,
     change: str = "start all processes by one command, in equal environments",
 ) -> None:
-    """Raise ConfigError, on all processes, unless every one has the facts of the first one.
+    """Raise ConfigError, on all processes, unless all have the first one's facts.
 
-    `facts`: plain values by name; `source`: where they come from.
+    `facts`: JSON values by name; `source`, `change`: parts of the message.
     """
     if processes.num_processes == 1:
         return
@@ -279,10 +279,10 @@ def require_equal(
 
 @contextmanager
 def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[Processes]:
-    """This process among those that were launched with it, until all are done.
+    """Context manager: join the processes of the launch, and leave when all are done.
 
-    An error that only this process raises ends it, and the others with its text. `limit`: for a
-    collective within a step.
+    An error that only this process raises ends it and the others, which print its text. `limit`:
+    timeout of collectives within a step.
     """
     if launch.num_processes == 1:
         yield Processes(launch)
@@ -292,12 +292,11 @@ def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    if launch.local_number < torch.cuda.device_count():  # else `device_of` tells it
+    if launch.local_number < torch.cuda.device_count():  # else `device_of` raises an error
         torch.cuda.set_device(launch.local_number)
     try:
         root, _, _ = next(rendezvous("env://", timeout=_START_LIMIT))
-        # torchrun keeps its store over restarts: addresses of the attempt before would be found
-        # there
+        # torchrun keeps its store over restarts, with the addresses of the attempt before
         store = PrefixStore(f"furlong/{launch.attempt}", root)
         dist.init_process_group(
             _backends(), store=PrefixStore("group", store),
@@ -326,8 +325,8 @@ def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """A process group of this process alone, through which FSDP2 offloads its weights; nothing
-    where there is a group already."""
+    """Context manager: a process group of this process only, which FSDP2 needs to offload weights.
+    Does nothing if a group exists."""
     from torch import distributed as dist
     from torch._C._distributed_c10d import HashStore
 
@@ -342,14 +341,14 @@ def group_of_one() -> Iterator[None]:
 
 
 def _backends() -> str:
-    """Those of the process group: numbers of the host are added up there, also beside GPUs."""
+    """Return the backends of the process group; with GPUs also gloo, for CPU tensors."""
     import torch
 
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _leave(processes: Processes) -> None:
-    """Leave with all others: the first process, without torchrun, holds the store."""
+    """Leave together: without torchrun, the first process hosts the store."""
     from torch import distributed as dist
 
     processes.any(False)
@@ -357,7 +356,7 @@ def _leave(processes: Processes) -> None:
 
 
 def _end_alone(error: BaseException, launch: Launch) -> NoReturn:
-    """End this process: it has failed alone, and tells the others why, or has lost the others."""
+    """End this process: report its error to the others, or print why it has lost them."""
     from furlong.runtime.distributed.failures import is_lost, tell, who_left
 
     here, code = f"process {launch.number}", 1
@@ -365,7 +364,7 @@ def _end_alone(error: BaseException, launch: Launch) -> NoReturn:
         said = f"{here} ends, for another process has ended or does not answer"
         said += f": {first_line(error)}"
         told, silent = "", ""
-        if not isinstance(error, ElsewhereError):  # whose text has told it
+        if not isinstance(error, ElsewhereError):  # its text names the process already
             told, silent = who_left(range(launch.num_processes))
         if silent and not told:
             told = f"process {silent}: its own output says why, or the launcher's; py-spy shows"
@@ -381,7 +380,7 @@ def _end_alone(error: BaseException, launch: Launch) -> NoReturn:
 
 
 def _end(said: str, code: int) -> NoReturn:
-    """End this process at once: the group is broken, and nothing that waits for it may run."""
+    """Exit at once: the group is broken, so exit handlers could wait for ever."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.write(2, f"{said}\n".encode())

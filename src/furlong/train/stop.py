@@ -1,4 +1,4 @@
-"""How a process is asked to end: Ctrl-C, and the signals of schedulers and closed terminals."""
+"""Handlers of stop signals: Ctrl-C, and the signals of schedulers and closed terminals."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ALWAYS_TAKEN = (signal.SIGTERM, signal.SIGINT)
 
 
 class Ended(KeyboardInterrupt):
-    """A signal came where nothing has to be saved."""
+    """A stop signal arrived while there was nothing to save."""
 
 
 class _Handler:
-    """Within it `_take` gets the stop signals.
+    """Context manager: call `_take` for stop signals.
 
-    Signals that are ignored, as SIGHUP is under nohup, stay ignored. Outside of the main thread,
-    where Python lets no one handle signals, nothing changes.
+    Ignored signals (as SIGHUP under nohup) stay ignored. Outside the main thread, where Python
+    cannot set handlers, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class _Handler:
                 is_free = present is signal.SIG_DFL or isinstance(
                     getattr(present, "__self__", None), QuietEnd
                 )
-                # None: set by other than Python, which cannot set it again.
+                # None: not set by Python, so it could not be restored.
                 is_kept = present in (signal.SIG_IGN, None)
                 if not is_kept and (is_free or number in _ALWAYS_TAKEN):
                     self._before[number] = signal.signal(number, self._take)
@@ -52,17 +52,17 @@ class _Handler:
 
 
 class QuietEnd(_Handler):
-    """Within it a stop signal raises `Ended`, and a second one ends the process at once."""
+    """Context manager: a stop signal raises `Ended`, and a second one exits at once."""
 
     number: int | None = None
-    """The signal that came, whatever a library made of the exception."""
+    """The received signal, also if a library has caught the exception."""
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
             os._exit(128 + number)
         self.number = number
         if _is_importing(frame):
-            # Nothing is open yet, and libraries that are half imported swallow exceptions.
+            # Nothing is open yet, and libraries swallow exceptions during their import.
             with suppress(OSError):
                 os.write(2, f"{self}\n".encode())
             os._exit(128 + number)
@@ -73,15 +73,15 @@ class QuietEnd(_Handler):
 
 
 class StopRequest(_Handler):
-    """Within it stop signals are noted, and nothing else happens.
+    """Context manager: record stop signals without acting on them.
 
-    A second Ctrl-C does what it did before: it ends the process at once. No other signal does, so
-    that a scheduler that sends several loses no checkpoint. A caller's own handlers of SIGHUP,
-    SIGUSR1 and SIGUSR2 stay in place.
+    A second Ctrl-C acts as before, usually ending the process. Other signals never do, so that a
+    scheduler that sends several does not cost a checkpoint. A caller's handlers of signals other
+    than SIGTERM and SIGINT stay in place.
     """
 
     signal_name: str | None = None
-    """The first signal that came."""
+    """Name of the first signal received."""
 
     @property
     def asked(self) -> bool:
@@ -94,7 +94,7 @@ class StopRequest(_Handler):
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported in the calls that led to `frame`."""
+    """Whether an import is running in the call stack of `frame`."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
