@@ -538,6 +538,16 @@ def test_own_chunks_are_asked_where_chunk_options_fit_badly(
         assert len(asked) == times
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_step_of_a_pipeline_runs_what_was_chosen_where_reshard_is_given(reshard: bool) -> None:
+    lens = [20_000] * 3
+    given = {"dp": 1, "sp": 2, "pp": 4, "reshard": reshard}
+    answer = search(Question(lens, H100, LIMITS, 8, given=given))
+    name, plan = best_plan(lens, answer)
+    assert name == answer.best.method == "infinipipe"
+    assert plan.regathers == reshard
+
+
 @pytest.mark.slow
 def test_places_are_asked_where_no_chunk_options_have_their_keys_on_the_device():
     """8 of 64 sequences of GitHub, the longest ones: a pool whose fastest options offload K,V."""

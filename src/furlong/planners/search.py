@@ -704,7 +704,8 @@ class BatchPlans:
         is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
         # without a pipeline chunks of their own keep all weights
         is_free = is_free and (self.layout.pp > 1 or not options.reshard)
-        is_free = is_free and options.offloading.kv == "none" and not question.options
+        names = own_methods(question, self.layout)
+        is_free = is_free and options.offloading.kv == "none" and bool(names)
         if plan.sp_size == 1 and not is_free:
             return CHUNKS, plan
         model, found = question.model_of(self.layout), dict[str, ChunkPlan]()
@@ -720,7 +721,7 @@ class BatchPlans:
                 question, seq_lens=tuple(seq_lens), sequences_per_step=0, tokens_per_step=None
             )
             is_free = plan_s > _BADLY * least_s(Space(step, replace(self.layout, dp=1)))
-        for name in own_methods(question, self.layout) if is_free else ():
+        for name in names if is_free else ():
             # none of its plans fits, or none is faster
             with suppress(UserError, PlanError, StopIteration):
                 found[name] = self._plan_of(name, seq_lens, plan_s)
