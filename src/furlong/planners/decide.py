@@ -442,7 +442,7 @@ def _nothing_offered(question: Question, error: Exception | None) -> ConfigError
     asked = METHODS.get(question.method, METHODS["chunkflow"])
     needed, sizes = asked.needs, asked.sizes
     has_layout = any(map(asked.takes, question.layouts()))
-    keys = list(map(key_of, question.options))
+    keys = question.keys_of(question.options)
     if not has_layout:  # a size of 1 is that of a run which names none
         keys = [key_of(name) for name in SIZES if question.given.get(name, 1) > 1]
         sizes = f"use several devices, and {sizes}" if question.num_devices == 1 else sizes

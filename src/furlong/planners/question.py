@@ -232,6 +232,11 @@ class Question:
             if name not in SIZES and (name != "reshard" or value)
         }
 
+    def keys_of(self, names: Iterable[str]) -> list[str]:
+        """The keys of a run file that gave these options: offload of weights gives two."""
+        away = ("order", "reshard") if self.model.training.offload_weights else ()
+        return list(dict.fromkeys("offload" if name in away else key_of(name) for name in names))
+
     @property
     def stops(self) -> list[int]:
         """The ends of the steps in `seq_lens`."""

@@ -40,7 +40,6 @@ from furlong.planners.question import (
     PlanOf,
     Question,
     Space,
-    key_of,
 )
 from furlong.planners.spaco import one_draw
 from furlong.simulate.predict import Needs, most_of, needs_of, step_s
@@ -135,10 +134,11 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
     own = METHODS.get(question.method)
     odd = [name for name in question.options if own and name not in own.takes_options]
     if own and own.has_own_chunks and odd:
-        names = " and ".join(map(key_of, odd))
+        names = " and ".join(question.keys_of(odd))
         raise ConfigError(
             given=f"{names} with chunks.method = {question.method}",
-            required=f"no options of chunks: {question.method} makes chunks of its own",
+            required=f"no options of chunks: {question.method} makes chunks of its own, which go"
+            " through all layers",
             source="chunks",
             change=f"leave {names} out, or chunks.method",
         )

@@ -121,11 +121,11 @@ def _weights_words(report: PlanReport) -> str:
         return ""
     waits_s = report.breakdown["collectives"] * report.step_s
     if report.weights.training.offload_weights:
+        update = f", the update there takes {format_seconds(report.update_s)}"
         return (
             f"{words}: {format_bytes(report.brought_bytes)} come down,"
             f" {format_bytes(round(report.weights.returned_bytes))} of gradients go up;"
-            f" {format_seconds(waits_s)} are not hidden, the update there takes"
-            f" {format_seconds(report.update_s)}"
+            f" {format_seconds(waits_s)} are not hidden{update if report.update_s else ''}"
         )
     return (
         f"{words}: {format_seconds(report.gathers_s)} on the links; of gathers and sums of"
