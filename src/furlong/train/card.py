@@ -1,4 +1,4 @@
-"""The model card: README.md of an export, and its push to the hub."""
+"""The model card (README.md) of an export, and its upload to the Hub."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from furlong.train.run_folder import decision_of
 
 
 def model_card(config: RunConfig, state: Mapping[str, Any]) -> str:
-    """The text of a card. `state`: that of the checkpoint that the weights are of.
+    """Return the text of a model card. `state`: state.json of the exported checkpoint.
 
-    What lies on this machine is named without its folder.
+    Local files are named without their folders.
     """
     from huggingface_hub import ModelCardData
 
@@ -99,8 +99,8 @@ def _gradients(config: RunConfig, sampling: Sampling | None) -> str:
 
 
 def open_repository(settings: HubConfig) -> None:
-    """Makes the repository of a run if it is not there. Raises ConfigError where it cannot be
-    written to, or is public against `hub.private`."""
+    """Create a run's repository unless it exists. Raises ConfigError if it cannot be written to, or
+    is public in spite of `hub.private`."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -108,7 +108,7 @@ def open_repository(settings: HubConfig) -> None:
         api.create_repo(settings.repo, private=settings.private, exist_ok=True)
         api.auth_check(settings.repo, write=True)
         is_public = api.model_info(settings.repo).private is False
-    except Exception as error:  # of the token, of the network, of the hub: each has its own types
+    except Exception as error:  # token, network and Hub errors have various types
         raise _refused(settings, error, "hf auth login, check the owner, or remove hub") from error
     if settings.private and is_public:
         raise ConfigError(
@@ -120,7 +120,7 @@ def open_repository(settings: HubConfig) -> None:
 
 
 def push(settings: HubConfig, folder: Path, message: str) -> None:
-    """Uploads an export. Raises ConfigError."""
+    """Upload an export. Raises ConfigError if that fails."""
     from huggingface_hub import HfApi
 
     try:

@@ -1,18 +1,17 @@
-"""Checkpoints: the state of a run on disk, there whole or not at all.
+"""Checkpoints: the state of a run on disk, complete or absent.
 
-Tensors have global names: those of the Hugging Face model's (or, with adapters, peft's) parameters.
-Trained parameters are saved, frozen ones are not: they are the base model's, which is identified by
-its contents instead. See `run_folder` for the files.
+Tensors have the names of the Hugging Face model's (or peft's) parameters. Trained parameters are
+saved; frozen ones belong to the base model, of which only a checksum is saved. See `run_folder` for
+the files.
 
-Nothing is ever unpickled. The default storage of torch.distributed.checkpoint (DCP) keeps its index
-as a pickle of torch's private classes. DCP's safetensors storage has no index: the header of each
-file tells names, types, shapes and the offset of its part in the whole tensor, so that another
-number of processes can read it as well, and every safetensors tool can look inside. Of several
-processes each writes the parts of the sharded tensors that it holds, into files of its own.
+Nothing is ever unpickled. The default storage of torch.distributed.checkpoint (DCP) pickles its
+index. DCP's safetensors storage has no index: each file's header has names, dtypes, shapes and the
+offsets of its shards in the whole tensors. So any number of processes can read a checkpoint, and so
+can any safetensors tool. Each process writes its shards to separate files.
 
-A checkpoint is written under another name (`.tmp`), synchronised with the disk, listed in its
-manifest, and renamed. What a power failure or a full disk cut short has no manifest, or one that
-its files do not fit, and is never loaded.
+A checkpoint is written under a temporary name (`.tmp`), synced to disk, listed in its manifest, and
+renamed. After a power failure or on a full disk the manifest is missing or does not match the
+files, and the checkpoint is never loaded.
 """
 
 from __future__ import annotations
@@ -72,12 +71,12 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
-# DCP copies a file's tensors before it writes them: files of this size bound what that takes.
+# DCP copies a file's tensors before it writes them: this size bounds the copies.
 _MAX_FILE_BYTES = 2**28
 
 
 def written_by(device: torch.device, num_processes: int) -> dict[str, Any]:
-    """Versions, threads and device on which the last bits of a run depend; all may change."""
+    """Return versions, threads and device, which affect a run's last bits but may change."""
     return versions() | {
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -86,17 +85,17 @@ def written_by(device: torch.device, num_processes: int) -> dict[str, Any]:
 
 
 def tell_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Print in what `written_by` differs from that of a checkpoint."""
+    """Print the differences between `written_by` now and in a checkpoint."""
     if changed := differing(now, before):
         words = "; ".join(f"{key} = {own}, before {then}" for key, (own, then) in changed.items())
         print(f"{words}: the last bits may differ from those of a run without it")
 
 
 def check_data(checkpoint: Checkpoint, fingerprint: dict[str, str]) -> None:
-    """Raises CheckpointError unless the training sequences are those of the checkpoint."""
+    """Raise CheckpointError unless the training sequences are those of the checkpoint."""
     found = differing(checkpoint.state["data_fingerprint"], fingerprint)
-    if SEQUENCES in found:  # files may lie elsewhere
-        # Sequences follow from files and tokenizer: these are named where they are known.
+    if SEQUENCES in found:  # else only the files' paths may have changed
+        # Name the cause (files, tokenizer) if it is known.
         causes = [name for name in found if name != SEQUENCES] or [SEQUENCES]
         raise checkpoint.refusal(
             f"{', '.join(causes)}: changed since the checkpoint was written",
@@ -108,9 +107,9 @@ def check_data(checkpoint: Checkpoint, fingerprint: dict[str, str]) -> None:
 def base_fingerprint(
     model: nn.Module, processes: Processes = ALONE, *, like: str | None = None
 ) -> str | None:
-    """A checksum of the frozen parameters of all processes, by name and content; None if all are
-    trained. `like`: that of a checkpoint, see `checksums`. A collective."""
-    # the last stage's copy of tied embeddings has no adapter, where the first one's has
+    """Return a checksum of names and values of all processes' frozen parameters; None if all are
+    trained. `like`: a checkpoint's fingerprint, see `checksums`. A collective."""
+    # tied embeddings may have an adapter on the first stage, but not on the last
     wrapped = "" if _is_older(like) else ".base_layer"
     frozen = {
         name.replace(wrapped, ""): p for name, p in model.named_parameters() if not p.requires_grad
@@ -123,11 +122,11 @@ def base_fingerprint(
 
 
 _SUMS = "sums-"
-"""How fingerprints begin that are made of checksums which no layout changes."""
+"""Prefix of fingerprints made of checksums that do not depend on the layout."""
 
 
 def fingerprint_of(text: str, like: str | None) -> str:
-    """The fingerprint of checksums and other facts, of the kind of `like` (None: today's)."""
+    """Return the fingerprint of a text, in the version of `like` (None: the current one)."""
     return _SUMS * (not _is_older(like)) + xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -138,11 +137,11 @@ def _is_older(like: str | None) -> bool:
 def checksums(
     weights: Mapping[str, Tensor], processes: Processes, like: str | None = None
 ) -> dict[str, str]:
-    """The checksums of all processes' weights, by name; in 4 bits also of their scales. A
+    """Return the checksums of all processes' weights by name, including scales of 4-bit ones. A
     collective.
 
-    `like`: a fingerprint to be compared with. Those of older checkpoints are made of the bytes of
-    whole weights: a run that such a checkpoint begins keeps to it.
+    `like`: the fingerprint to compare with, whose version is used. Older ones hash the bytes of
+    whole weights, and runs resumed from such checkpoints keep doing so.
     """
     own = dict.fromkeys(weights, "")
     if _is_older(like):
@@ -163,7 +162,7 @@ def _parts_of(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def _digest(weight: Tensor) -> str:
-    """A checksum of a whole tensor's dtype, shape and bytes, and of its scales. A collective."""
+    """Return a hash of dtype, shape and bytes of a whole weight and its scales. A collective."""
     found = xxhash.xxh3_128()
     for x in _parts_of(weight):
         whole = x.full_tensor() if isinstance(x, DTensor) else x
@@ -176,12 +175,12 @@ _WEIGHTS = {
     "base_fingerprint": "frozen weights, which its adapters were trained upon",
     "reference": "reference model, with which train.loss compares in every step",
 }
-"""Weights that a checkpoint does not hold and depends on, by the key of their checksum."""
+"""Key of a checksum -> the weights that a checkpoint depends on without containing them."""
 
 
 def check_weights(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> None:
-    """Raises CheckpointError unless the weights beside a checkpoint are those of its run. `now`:
-    their checksums, by key."""
+    """Raise CheckpointError unless the weights that a checkpoint depends on are unchanged. `now`:
+    their checksums by key of `_WEIGHTS`."""
     if key := next((key for key in now if checkpoint.state[key] != now[key]), None):
         name = checkpoint.state["config"]["model"]["name"]
         raise checkpoint.refusal(
@@ -192,7 +191,7 @@ def check_weights(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> None
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's part of a checkpoint: `model.<name>`, the parameters themselves."""
+    """Return the trained parameters (not copied) under their checkpoint names, `model.<name>`."""
     return {_MODEL + name: parameter.data for name, parameter in trained(model).items()}
 
 
@@ -200,9 +199,8 @@ def all_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes = ALONE,
     device: torch.device = CPU,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Tensors of a checkpoint: trained weights, `optimizer.<key>.<name>`, and the states of the
-    generators, one row (bytes,) for each process, that of the `device` it computes on too. A
-    collective."""
+    """Return a checkpoint's tensors: trained weights, `optimizer.<key>.<name>`, and the states of
+    the CPU and CUDA generators, one row (bytes,) per process. A collective."""
     tensors = _live_tensors(model, optimizer)
     tensors[_CPU_RNG] = torch.stack(processes.each(torch.get_rng_state()))
     if device.type == "cuda":
@@ -225,8 +223,8 @@ def restore_tensors(
     processes: Processes = ALONE,
     device: torch.device = CPU,
 ) -> None:
-    """The inverse of `all_tensors`, in place, also in another layout. A collective; raises
-    CheckpointError, on all, where the checkpoint lacks a tensor of any process."""
+    """Load the tensors of `all_tensors` in place, also in another layout. A collective. Raises
+    CheckpointError, on all processes, if the checkpoint lacks a tensor of any of them."""
     make_state(optimizer)
     tensors = _live_tensors(model, optimizer)
 
@@ -241,23 +239,23 @@ def restore_tensors(
 
 
 def restore_generators(rows: Mapping[str, Tensor], number: int, device: torch.device) -> None:
-    """The generators of process `number`; one more than there were gets a state of its own."""
+    """Restore the generators of process `number`; additional processes get a derived seed."""
     states = rows[_CPU_RNG]
     if number >= len(states):
         seed = xxhash.xxh3_64_intdigest(states[0].numpy().tobytes(), seed=number)
         torch.manual_seed(seed >> 1)
         return
-    # clones: torch reads a state from where its storage begins
+    # cloned: torch reads a state from the start of its storage
     torch.set_rng_state(states[number].clone())
     if device.type == "cuda" and _CUDA_RNG in rows:
         torch.cuda.set_rng_state(rows[_CUDA_RNG][number].clone(), device)
 
 
 class Checkpoints:
-    """The checkpoints of a run in a folder, written within its steps or in a thread beside them.
+    """The checkpoints in a run's folder, written synchronously or in a background thread.
 
-    In the background the tensors are first copied into memory; one checkpoint is written at a time.
-    All processes call the same methods; `say` is told of a checkpoint that is complete.
+    In the background, tensors are first copied to CPU memory, and one checkpoint is written at a
+    time. All processes call the same methods. `say` is called for each complete checkpoint.
     """
 
     def __init__(
@@ -273,13 +271,19 @@ class Checkpoints:
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], best_step: int = 0
     ) -> None:
-        """Write `folder/step-XXXXXXXX`, or begin to, in the place of those of this step and later
-        ones, from which the run went back, and remove the old ones as `remove_old` does.
+        """Write `folder/step-XXXXXXXX`, or start to in the background. It replaces checkpoints of
+        this and later steps, from which the run has gone back; old ones go as in `remove_old`.
 
-        `state` is what JSON can hold; the first process's is written. Every process has the parts
-        of sharded tensors that it holds, and whole ones that are equal wherever they are; those of
-        its stage alone. Raises CheckpointError when the disk is full or cannot be written, also for
-        the one before; the checkpoints before are then as they were.
+        Args:
+            step: The number of finished steps.
+            tensors: This process's shards, and unsharded tensors, which are equal on all processes
+                that have them.
+            state: JSON values, written by the first process.
+            best_step: See `remove_old`.
+
+        Raises:
+            CheckpointError: If the disk is full or cannot be written to, also for the previous
+                checkpoint. Earlier checkpoints are unchanged.
         """
         self.finish()
         if self._thread is None:
@@ -289,13 +293,13 @@ class Checkpoints:
             self._coming = self._thread.submit(self._write, step, staged, state, best_step)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. Raises CheckpointError if it failed."""
+        """Wait for the checkpoint being written. Raises CheckpointError if it failed."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
             self._processes.together(coming.result)
 
     def close(self) -> None:
-        """Wait for the last one, without an error."""
+        """Wait for the last checkpoint, without raising its error."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -349,8 +353,8 @@ class Checkpoints:
 
 
 def _require_files(folder: Path, files: Mapping[str, Measured]) -> None:
-    """Raises CheckpointError unless the files of all processes are in the folder: on machines
-    without a common disk each would write into a folder of its own."""
+    """Raise CheckpointError unless the folder has the files of all processes: machines without a
+    shared disk write to different folders."""
     for name, of_file in files.items():
         file = folder / name
         if not file.exists() or file.stat().st_size != of_file["bytes"]:
@@ -363,7 +367,7 @@ def _require_files(folder: Path, files: Mapping[str, Measured]) -> None:
 
 
 class _SummedFiles(FileSystem):
-    """The file system that DCP writes to, with size and checksum of each file."""
+    """File system for DCP that records size and checksum of each file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +375,7 @@ class _SummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file for writing; without a buffer, which DCP would not bring to the disk."""
+        """Open a file for unbuffered writing, since DCP would sync without flushing a buffer."""
         with Path(path).open(mode, buffering=0) as opened:
             summed = SummedFile(opened)
             yield summed
@@ -381,7 +385,7 @@ class _SummedFiles(FileSystem):
 def _write_tensors(
     folder: Path, tensors: Mapping[str, Tensor], num_bytes: Mapping[str, int], processes: Processes
 ) -> dict[str, Measured]:
-    """The files that this process has written. `num_bytes`: of all processes' tensors."""
+    """Write tensors; return the files of this process. `num_bytes`: of all processes' tensors."""
     file_of: dict[str, int] = {}
     number, so_far = 1, 0
     for name, size in num_bytes.items():
@@ -403,8 +407,8 @@ def _write_tensors(
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as safetensors writes them: contiguous, and no two in one memory, as the tables
-    of 8-bit states are that bitsandbytes shares among all parameters."""
+    """Return tensors as safetensors requires: contiguous and without shared memory, such as that of
+    the quantization tables that bitsandbytes shares among 8-bit states."""
     found, seen = {}, set[int]()
     for name, tensor in tensors.items():
         own = tensor.contiguous()
@@ -417,7 +421,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor of a checkpoint, by name."""
+    """Return shape and dtype of each tensor of a checkpoint, by name."""
     stored = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
     return {
         name: (entry.size, entry.properties.dtype)
@@ -427,12 +431,12 @@ def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]
 
 
 def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Copies the checkpoint's tensors of these names into `tensors`.
+    """Copy the checkpoint's tensors of these names into `tensors`.
 
-    Raises CheckpointError for a name that it lacks or a shape that differs.
+    Raises CheckpointError for a missing name or another shape.
     """
     reader = HuggingFaceStorageReader(str(checkpoint))
-    reader.read_metadata()  # where this fails, DCP would print a traceback
+    reader.read_metadata()  # fails here without the traceback that DCP would print
     try:
         load(dict(tensors), storage_reader=reader, no_dist=True)
     except CheckpointException as failure:
@@ -450,28 +454,27 @@ def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _cause(failure: CheckpointException) -> BaseException:
-    """The error of this process."""
+    """Return the error of this process."""
     return next(iter(failure.failures.values()))[0]
 
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Without DCP's warning, at every save and load, that there is one process only.
+    """Context manager: suppress DCP's warning, at every save and load, about a single process.
 
-    For the length of a run: each change of the filters makes Python forget which warnings it has
-    shown.
+    Use it around the whole run: a change of the filters resets which warnings were shown once.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
-# The whole model of a run whose processes each hold a part of it.
+# The whole model, of which each process holds a part.
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Parameters of a whole model."""
+    """Number of parameters of a whole model, and bytes of the trained ones."""
 
     num_parameters: int
     num_trained: int
@@ -479,7 +482,7 @@ class ModelSize:
 
 
 def model_size(engine: Engine, processes: Processes) -> ModelSize:
-    """The size of the model that all processes hold together. A collective."""
+    """Return the size of the model over all processes, copies counted once. A collective."""
     elsewhere = {id(parameter) for parameter in engine.counted_elsewhere}
     own = [p for p in engine.model.model.parameters() if id(p) not in elsewhere]
     if (ranks := engine.ranks) is not None and (ranks.replica, ranks.process) != (0, 0):
@@ -495,8 +498,7 @@ def model_size(engine: Engine, processes: Processes) -> ModelSize:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters that this process holds; tied ones appear once, under their first
-    name."""
+    """Return this process's trained parameters by name; tied ones once, by their first name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -504,15 +506,20 @@ def whole_weights(
     engine: Engine, processes: Processes, names: Collection[str],
     dtype: torch.dtype | None = None, stored: Path | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The weights and buffers of these names, from all processes, on the CPU of the first one in
-    `dtype` (None: their own); nothing on the others. A collective.
+    """Collect weights and buffers by name on the first process. A collective.
 
-    `stored`: a checkpoint, from which trained weights are read. The processes of a stage gather the
-    others one by one; then the first one of each stage sends them on.
+    Each stage gathers its weights one by one, and its first process sends them on.
+
+    Args:
+        dtype: Of the returned floating-point tensors; None: unchanged.
+        stored: A checkpoint to read trained weights from.
+
+    Returns:
+        CPU tensors by name on the first process, {} on others.
     """
     ranks, own_state = engine.ranks, engine.model.model.state_dict(keep_vars=True)
     live = {
-        # the largest first: copies that a gather makes of it are not beside all others
+        # the largest first, so that its gather's copies do not add to all the others
         name: own_state[name].detach()
         for name in sorted(own_state, key=lambda name: -own_state[name].numel())
         if name in names and not (stored is not None and own_state[name].requires_grad)
@@ -540,7 +547,7 @@ def whole_weights(
 def stored_weights(
     checkpoint: Path, names: Collection[str], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The weights of these names that a checkpoint holds, in `dtype` (None: their own)."""
+    """Read those of the named weights that a checkpoint has, in `dtype` (None: as stored)."""
     kinds = {name.removeprefix(_MODEL): of for name, of in stored_tensors(checkpoint).items()}
     read = {name: torch.empty(kinds[name][0], dtype=dtype or kinds[name][1])
             for name in names if name in kinds}  # fmt: skip
@@ -549,5 +556,5 @@ def stored_weights(
 
 
 def _dtype_in(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor is written where floats are in `dtype`."""
+    """Return `dtype` for floating-point tensors, else the tensor's dtype."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -1,6 +1,6 @@
-"""From a checkpoint to a folder that transformers, or for adapters peft, loads.
+"""Export a checkpoint to a folder that transformers (or peft, for adapters) can load.
 
-Torch is loaded when all that can be checked without it is sound.
+Torch is imported after all checks that do not need it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ def export(
     out: Path | None = None,
     loading: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Writes the model of the checkpoint `source`, or of the newest one of the run `source`, into a
-    new folder, by default beside the run's `checkpoints`; returns it.
+    """Write a checkpoint's model to a new folder; return the folder.
 
-    Adapters are written in peft's format, or with `merge` added to the base's weights. `loading` is
-    called before torch is loaded. Raises CheckpointError or ConfigError.
+    Args:
+        source: A checkpoint, or a run, whose newest checkpoint is exported.
+        merge: Add adapters to the base weights; else they are written in peft's format.
+        out: The new folder, by default beside the run's `checkpoints`.
+        loading: Called before torch is imported.
+
+    Raises:
+        CheckpointError, ConfigError: For an unreadable checkpoint, or settings that do not fit it.
     """
     checkpoint = _chosen(source)
     path, state = checkpoint.path, checkpoint.state
@@ -70,7 +75,7 @@ def export(
     from furlong.train.run_model import check_architecture, has_other_base, read_architecture
 
     check_architecture(checkpoint, read_architecture(config))
-    # all weights are in the checkpoint where none is frozen: none of the model's files is read
+    # without frozen weights the checkpoint has all of them, and the model's files are not read
     is_empty = state["base_fingerprint"] is None
     model = build_run_model(config, is_empty=is_empty)
     frozen = base_fingerprint(model, like=state["base_fingerprint"])
@@ -104,7 +109,7 @@ def export(
 
 
 def _chosen(source: Path) -> Checkpoint:
-    """The checkpoint `source`, or the newest one of the run `source`."""
+    """Return the checkpoint `source`, or the newest one of the run `source`."""
     with folder_errors_reported(source):
         if (source / MANIFEST).exists() or (source.parent.name == CHECKPOINTS and source.is_dir()):
             return read_checkpoint(source)

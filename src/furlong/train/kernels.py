@@ -1,7 +1,7 @@
-"""Element-wise kernels of other libraries, put into a run's model by name: `model.kernels`.
+"""Element-wise kernels of other libraries in a run's model: `model.kernels`.
 
-The start-up check compares chunks with the whole model, kernels in both. So what they compute is
-compared here with the model as it was.
+The start-up check uses the kernels both in chunks and in the whole model, so kernels are compared
+here with the original modules.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from furlong.runtime.rng import modes_kept
 
 _NUM_TOKENS = 16
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
-# the head and its loss are furlong's own; Liger's rotary embedding would be that of all models
+# furlong computes head and loss; Liger would change the rotary embedding of all models
 _LIGER = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def put_kernels(adapter: HFDecoder, kernels: Literal["liger", "hub"], dtype: torch.dtype) -> None:
-    """Give modules of a model, where it computes, the forward of Liger's or of the hub's kernels.
+    """Replace forwards of a model's modules by Liger's or the Hub's kernels. The model must be on
+    the compute device, and `dtype` is the compute dtype.
 
-    Raises ConfigError where the library is missing, fails, knows nothing of the model, or computes
-    something else, and for a stage of a pipeline, which cannot be compared.
+    Raises ConfigError if the library is missing, fails, does not support the model, or computes
+    other values, and for a pipeline stage, which cannot be compared.
     """
     if adapter.local_layers != range(adapter.num_layers):
         raise _refusal(kernels, "in a pipeline, whose stages hold no whole model to compare")
@@ -41,7 +42,7 @@ def put_kernels(adapter: HFDecoder, kernels: Literal["liger", "hub"], dtype: tor
         compute_parameters(model, dtype, unchanged=adapter.stays_float32(dtype)),
         torch.enable_grad(),
     ):
-        model.eval()  # what draws random numbers would differ by that
+        model.eval()  # no random draws
         whole = _outcome(adapter)
         with _rounded_again(adapter):
             moved = differences(_outcome(adapter), whole)
@@ -82,7 +83,7 @@ def _apply(base: Any, kernels: str) -> None:
 
 
 def _outcome(model: HFDecoder) -> Run:
-    """Hidden states (T, D), their gradient by the embeddings, and those by trained vectors."""
+    """Return hidden states (T, D), and gradients of embeddings and of trained vectors."""
     (ids,) = random_ids(model, [_NUM_TOKENS])
     vectors = [p for p in model.base.parameters() if p.requires_grad and p.ndim == 1]
     with cut_embeddings(model) as embedded:
@@ -99,8 +100,8 @@ def _outcome(model: HFDecoder) -> Run:
 
 @contextmanager
 def _rounded_again(model: HFDecoder) -> Iterator[None]:
-    """Within it what attentions and the modules in them return is moved by rounding: by at most
-    half a unit in the last place."""
+    """Context manager: perturb outputs of attention modules and their submodules by at most half a
+    unit in the last place."""
     generator = torch.Generator(device=model.device).manual_seed(0)
 
     def move(module: nn.Module, inputs: Any, output: Any) -> Any:

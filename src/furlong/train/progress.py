@@ -1,6 +1,6 @@
-"""How far a run has come, and what is due: when it saves, evaluates and ends.
+"""A run's progress, and when it saves, evaluates and ends.
 
-Decided by numbers alone; nothing here knows a model.
+Everything here depends on numbers only, not on a model.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The figures of held-out data so far, without those before the first step."""
+    """Evaluations on held-out data so far, without the one before the first step."""
 
     step: int = 0
-    """That of the newest evaluation."""
+    """Step of the newest evaluation."""
     best_step: int = 0
-    """That of the lowest loss; 0: none yet."""
+    """Step of the lowest loss; 0: none yet."""
     best_loss: float | None = None
     num_since_best: int = 0
 
     def after(self, step: int, loss: float) -> HeldOut:
-        """With one more evaluation. One that a resumed run repeats counts once."""
+        """Return the state after an evaluation; one repeated after a resume does not count."""
         if step <= self.step:
             return self
         if loss < (float("inf") if self.best_loss is None else self.best_loss):
@@ -40,24 +40,24 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come. With weights, optimizer and generators, it is the whole state."""
+    """A run's progress: its whole state, together with weights, optimizer and generators."""
 
     step: int = 0
     data: LoaderState = field(default_factory=LoaderState)
     num_tokens: int = 0
     steps_s: float = 0.0
-    """Seconds in steps, evaluations and checkpoints left out."""
+    """Seconds spent in steps, without evaluations and checkpoints."""
     peak_memory_bytes: int = 0
     num_skipped_batches: int = 0
     last_loss: float | None = None
-    """Mean loss of the last step's global batch, before its update; of the last step that had one,
-    see `StepFigures.loss`."""
+    """Mean loss of the global batch, before the update, in the last step with a loss (see
+    `StepFigures.loss`)."""
     eval_loss_before: float | None = None
     """Held-out loss before the first step."""
     held_out: HeldOut = HeldOut()
 
     def after(self, batch: Batch, figures: StepFigures) -> Progress:
-        """The progress when one more step has been taken."""
+        """Return the progress after one more step."""
         return replace(
             self,
             step=self.step + 1,
@@ -69,13 +69,13 @@ class Progress:
         )
 
     def skipping(self, batch: Batch) -> Progress:
-        """The progress when a batch without a label has been passed over."""
+        """Return the progress after skipping a batch without labels."""
         return replace(
             self, data=batch.next_state, num_skipped_batches=self.num_skipped_batches + 1
         )
 
     def evaluated(self, loss: float | None) -> Progress:
-        """The progress when the held-out data, if there is any, have been evaluated."""
+        """Return the progress after an evaluation; `loss` is None without held-out data."""
         if self.step == 0 or loss is None:
             return replace(self, eval_loss_before=loss if self.step == 0 else self.eval_loss_before)
         return replace(self, held_out=self.held_out.after(self.step, loss))
@@ -89,7 +89,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """When a run of so many steps saves, evaluates and ends."""
+    """When a run saves, evaluates and ends."""
 
     num_steps: int
     save_every: Fraction
@@ -100,8 +100,8 @@ class Cadence:
 
     @classmethod
     def of(cls, settings: TrainConfig, num_steps: int, steps_per_epoch: int) -> Cadence:
-        """That of a run's settings. Steps between two events that an epoch has so many of are no
-        whole number: each is due with the first step that reaches it."""
+        """Return the cadence of a run's settings. With a number of events per epoch, the steps in
+        between are a fraction: an event is due at the first step that reaches it."""
 
         def every(steps: int | None, per_epoch: float | None) -> Fraction:
             if per_epoch is None:
@@ -117,7 +117,7 @@ class Cadence:
 
     @property
     def num_saves(self) -> int:
-        """How many checkpoints the whole run writes."""
+        """Number of checkpoints that the whole run writes."""
         if not self.save_every:
             return 0
         return min(self.num_steps, math.ceil(self.num_steps / self.save_every))
@@ -131,12 +131,11 @@ class Cadence:
         return step == 0 or self._is_due(step, self.eval_every)
 
     def ends(self, progress: Progress) -> bool:
-        """Whether no step follows: all are taken, or evaluations have found no lower loss for so
-        long."""
+        """Whether the run is over: after its last step, or by early stopping."""
         return progress.step >= self.num_steps or self.ends_early(progress)
 
     def ends_early(self, progress: Progress) -> bool:
-        """Whether so many evaluations have found no lower held-out loss."""
+        """Whether `early_stopping` evaluations in a row have not lowered the held-out loss."""
         most = self.early_stopping
         return most is not None and progress.held_out.num_since_best >= most
 

@@ -1,7 +1,7 @@
-"""The reference of a run: log-probabilities by the model that it begins with, computed once.
+"""The reference of a run: log-probabilities by its initial model, computed once.
 
-With new adapters that is the model without them. Answers are computed without a graph, packed by
-length and in groups that the data alone decide, so that a pass that was killed ends in the same
+With new adapters that is the model without them. Answers are computed without gradients, packed by
+length, in groups that depend on the data only, so that a pass resumed after a kill gives the same
 bits.
 """
 
@@ -32,22 +32,22 @@ from furlong.train.processes import ALONE, Processes
 from furlong.units import count_words, format_seconds
 
 _GROUP_TOKENS = 2**16
-"""Tokens of the sequences of a call, but for a single longer one."""
+"""Most tokens of a call, unless a single sequence is longer."""
 
 
 def reference_fingerprint(
     model: Any, architecture: Mapping[str, Any], *, dtype: str, max_seq_len: int,
     processes: Processes = ALONE, like: str | None = None,
 ) -> str:  # fmt: skip
-    """A checksum of what decides log-probabilities besides tokens: the model without new adapters,
-    as a run begins with it, and the dtype of the compute. `like`: that of a checkpoint, see
+    """Return a checksum of what log-probabilities depend on besides tokens: the initial model
+    without new adapters, and the compute dtype. `like`: a checkpoint's fingerprint, see
     `checksums`. A collective."""
     is_adapted = hasattr(model, "disable_adapter") and not has_learnt(model)
     named = dict(model.named_parameters())
     own = {name: p for name, p in named.items() if not (is_adapted and p.requires_grad)}
-    weights = checksums(own, processes, like)  # of a pipeline each has its layers
+    weights = checksums(own, processes, like)  # each pipeline stage has only its layers
     known = json.dumps(architecture, sort_keys=True, default=str)
-    # whose factors follow from the longest sequence of a run
+    # its factors depend on the run's longest sequence
     limit = max_seq_len if "longrope" in known else None
     text = json.dumps([weights, known, dtype, limit], sort_keys=True)
     return fingerprint_of(text, like)
@@ -57,10 +57,13 @@ def referenced(
     data: DataSet, engine: BatchEngine, fitting: Fitting, *, folder: Path, fingerprint: str,
     key: str,
 ) -> DataSet:  # fmt: skip
-    """The data set with the reference of each answer: what is not in the cache is computed.
+    """Return the data set with each answer's reference, computed unless it is cached. A collective.
 
-    The model must be as the run begins with it. `fingerprint`: see `reference_fingerprint`;
-    `folder`: that of the cache; `key`: the data set's, for what is printed. A collective.
+    Args:
+        engine: With the initial model.
+        folder: The cache folder.
+        fingerprint: See `reference_fingerprint`.
+        key: The config key of the data set, for messages.
     """
     started_s = time.perf_counter()
     processes, model = engine.processes, engine.model
@@ -91,7 +94,7 @@ def referenced(
                 references[number].write(dict(zip(rows, found, strict=True)))
             num_computed += len(group)
             tell(f"{num_computed:,} of at most {len(data.seq_lens):,} answers")
-    processes.together(lambda: None)  # what one has written the others of its machine read
+    processes.together(lambda: None)  # the others read what their machine's first process wrote
     seconds = format_seconds(time.perf_counter() - started_s)
     said = f"{count_words(num_computed, 'answer')} computed in {seconds}"
     print(f"{key}: log-probabilities of the reference: {said if num_computed else 'cached'}")
@@ -99,7 +102,7 @@ def referenced(
 
 
 def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
-    """The sequences of each call, of one part of the data, shortest first: its number, theirs."""
+    """Yield (part of the data, its seq_ids for one call), shortest sequences first."""
     by_part: dict[int, list[int]] = defaultdict(list)
     for seq_id in np.argsort(data.seq_lens, kind="stable").tolist():
         by_part[data.row(seq_id)[0]].append(seq_id)
@@ -117,14 +120,14 @@ def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
 
 
 def has_learnt(model: Any) -> bool:
-    """Whether adapters, as the run begins with them, add anything: those of `lora.adapter` do."""
+    """Whether the initial adapters are not zero, as those of `lora.adapter`."""
     weights = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name]
     wholes = (w.full_tensor() if isinstance(w, DTensor) else w for w in weights)
     return any(bool(whole.any()) for whole in wholes)
 
 
 def _as_it_begins(engine: BatchEngine) -> AbstractContextManager[object]:
-    """Within it new adapters are off. Where weights are divided they stay: they add nothing."""
+    """Context manager: disable new adapters. With sharded weights they stay on: they are zero."""
     model: Any = engine.model
     if not engine.is_alone or not hasattr(model, "disable_adapter") or has_learnt(model):
         return nullcontext()

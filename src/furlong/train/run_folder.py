@@ -1,4 +1,4 @@
-"""The folder of a run: who may write into it, its checkpoints, and whether a run may go on in it.
+"""The folder of a run: its lock, its checkpoints, and whether a run may resume in it.
 
     run/
       config.json, options.json, metrics.jsonl, report.json
@@ -6,9 +6,9 @@
         shard-*.safetensors   the tensors, under global names
         state.json            everything else
         manifest.json         size and checksum of every other file
-      model/                  the exported model, when the run has come to its end
+      model/                  the exported model, once the run has finished
 
-Nothing here loads torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl
 CHECKPOINTS, EXPORT, PROFILE = "checkpoints", "model", "profile"
 STATE, MANIFEST = "state.json", "manifest.json"
 _LOCK, _DAMAGED = ".lock", ".damaged"
-# 5: train.warmup_steps in the place of train.warmup_ratio.
+# 5: train.warmup_steps instead of train.warmup_ratio.
 FORMAT_VERSION = 5
 _STEP = re.compile(r"step-(\d{8,})")
-# What these change is time, memory, what is shown and how long a run goes on: neither the weights
-# of its steps up to now nor their order.
+# Keys that a resume may change: they affect time, memory, output and the length of a run, but not
+# the updates so far or the order of data.
 _FREE_KEYS = (
     "chunks", "offload", "memory", "parallel", "log", "hub", "out", "data.eval", "data.cache_dir",
     "train.save_every_steps", "train.saves_per_epoch", "train.num_checkpoints",
@@ -51,13 +51,12 @@ _FREE_KEYS = (
     "train.steps", "train.epochs",
 )  # fmt: skip
 _BEFORE = {"model.kernels": "none"}
-"""Keys whose default is another one since, with that of before: a run that does not know them has
-computed so."""
+"""Keys whose default has changed -> the old default, which runs without the key have used."""
 _ENDING_KEYS = {"train.steps", "train.epochs", "train.early_stopping", "hub.repo"}
 _FREE_OF_A_SAMPLE = ("chunks.sample.report_loss", "chunks.sample.check_every_steps")
 _DECIDING_KEYS = ("chunks", "offload", "memory", "parallel")
 Measured = dict[str, Any]
-"""Size and checksum of a file, as the manifest has them: `{"bytes": ..., "xxh3": ...}`."""
+"""Size and checksum of a file, as in the manifest: `{"bytes": ..., "xxh3": ...}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,8 @@ class TrainReport:
     num_steps: int
     num_tokens: int
     train_loss: float | None
-    """Mean loss of the last step's global batch; None where no step has one, as sampled steps whose
-    drawn chunks have no label."""
+    """Mean loss of the last step's global batch; None if no step has one (sampled chunks without
+    a label)."""
     eval_loss_before: float | None
     eval_loss_after: float | None
     """Held-out loss of the exported weights."""
@@ -78,48 +77,47 @@ class TrainReport:
     run_folder: str
     export_folder: str
     exported_step: int
-    """The step whose weights are exported: with train.keep_best that of the lowest loss."""
+    """The step of the exported weights; with train.keep_best that of the lowest loss."""
     export_files: dict[str, int]
     """Bytes of each file of the exported model, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose files fit its manifest."""
+    """A checkpoint whose files match its manifest."""
 
     path: Path
     state: dict[str, Any]
-    """Values beside its tensors."""
+    """The contents of state.json."""
 
     def refusal(self, given: str, required: str, change: str, *, also: str = "") -> CheckpointError:
-        """The error of what does not go with it; `also`: another source of that."""
+        """Return an error about something that does not fit it; `also`: a further source."""
         source = f"{also}{self.path}"
         return CheckpointError(given=given, required=required, source=source, change=change)
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where a run writes, and what it goes on from."""
+    """The folder that a run writes to, and what it resumes from."""
 
     path: Path
     decided: Decision | None = None
-    """Taken before, and still valid."""
+    """An earlier decision that is still valid."""
     checkpoint: Checkpoint | None = None
     is_new: bool = True
     config: RunConfig | None = None
-    """That of a run that goes on, with its own value of a key that is not given and whose default
-    is another one since."""
+    """The config of a resumed run; keys of `_BEFORE` that are not given have the run's values."""
     report: TrainReport | None = None
-    """That of a finished run whose exported model is whole."""
+    """The report of a finished run whose exported model is complete."""
 
 
 def open_run_folder(
     stack: ExitStack, config: RunConfig, *, resume: bool, num_processes: int = 1
 ) -> RunFolder:
-    """The run folder `config.out`; that of a run to resume is locked until `stack` ends.
+    """Open the run folder `config.out`; that of a run to resume is locked until `stack` closes.
 
-    A new run needs an empty one. With `resume` the run in it goes on from its newest whole
-    checkpoint, or from the start where there is none. Nothing is created. Raises ConfigError or
+    A new run needs an empty folder. With `resume` the run resumes from its newest intact
+    checkpoint, or starts again without one. Nothing is created. Raises ConfigError or
     CheckpointError.
     """
     path = Path(config.out).expanduser()
@@ -145,7 +143,7 @@ def open_run_folder(
         if checkpoint is None:
             _check_same(saved, config, path / CONFIG, may_move=False)
             print(f"no checkpoint in {path}: the run begins again with its first step")
-        else:  # it may be of another run, or the run's config have been edited
+        else:  # it may belong to another run, or config.json was edited
             if checkpoint.state["config"]["train"]["save_weights_only"]:
                 raise checkpoint.refusal(
                     f"{checkpoint.path.name}, written with train.save_weights_only",
@@ -162,7 +160,7 @@ def open_run_folder(
 
 
 def _read_run(values: Mapping[str, Any], source: Path) -> RunConfig:
-    """The run of a config that was written, which may be older than some of its keys."""
+    """Return the run of a saved config, which may be older than some keys."""
     values = {name: dict(of) if isinstance(of, Mapping) else of for name, of in values.items()}
     for key, before in _BEFORE.items():
         section, name = key.split(".")
@@ -171,7 +169,7 @@ def _read_run(values: Mapping[str, Any], source: Path) -> RunConfig:
 
 
 def _with_own(config: RunConfig, saved: RunConfig) -> RunConfig:
-    """A config with what the run has of `_BEFORE`, unless it is given."""
+    """Return `config` with the saved values of `_BEFORE` keys that are not given."""
     for section, name in (key.split(".") for key in _BEFORE):
         asked = getattr(config, section)
         if name not in asked.model_fields_set:
@@ -181,13 +179,13 @@ def _with_own(config: RunConfig, saved: RunConfig) -> RunConfig:
 
 
 def _finished(path: Path) -> TrainReport | None:
-    """The report of a run with a whole exported model; None where there is something to do.
+    """Return the report of a run with a complete exported model; None if there is more to do.
 
-    Raises CheckpointError where the model is missing and nothing can be exported.
+    Raises CheckpointError if the model is missing and there is no checkpoint to export.
     """
     try:
         report = TrainReport(**json.loads((path / REPORT).read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):  # damaged: the run ends again
+    except (FileNotFoundError, ValueError, TypeError):  # unfinished or damaged
         return None
     missing = missing_of_export(path / EXPORT, report.export_files)
     if missing is None:
@@ -205,7 +203,7 @@ def _finished(path: Path) -> TrainReport | None:
 
 
 def list_export(folder: Path) -> dict[str, int]:
-    """Bytes of each file of an exported model, by name."""
+    """Return the bytes of each file of an exported model, by name."""
     return {
         file.relative_to(folder).as_posix(): file.stat().st_size
         for file in sorted(folder.rglob("*"))
@@ -214,8 +212,8 @@ def list_export(folder: Path) -> dict[str, int]:
 
 
 def missing_of_export(folder: Path, files: dict[str, int]) -> str | None:
-    """The first file of an exported model that is missing or, with weights, of another size; None
-    if the model is whole. Other files may have been edited."""
+    """Return the first missing file of an exported model, or weights file of another size; None if
+    the model is complete. Other files may have been edited."""
     found = list_export(folder)
     for name, num_bytes in files.items():
         is_weights = name.endswith(".safetensors")
@@ -225,8 +223,8 @@ def missing_of_export(folder: Path, files: dict[str, int]) -> str | None:
 
 
 def _check_same(saved: RunConfig, config: RunConfig, source: Path, *, may_move: bool) -> None:
-    """Raises ConfigError if a key that must be the run's own differs. `may_move`: whether data may
-    lie elsewhere, since a checkpoint knows their contents (`check_data`)."""
+    """Raise ConfigError if a key that must not change differs. `may_move`: whether data paths may
+    differ, as a checkpoint has a fingerprint of the data (`check_data`)."""
     found = differing(_comparable(saved, may_move), _comparable(config, may_move))
     if refused := {key: pair for key, pair in found.items() if not _is_free(key, config)}:
         shown = [f"{key} = {new!r}, the run has {old!r}" for key, (old, new) in refused.items()]
@@ -240,8 +238,7 @@ def _check_same(saved: RunConfig, config: RunConfig, source: Path, *, may_move: 
 
 
 def _comparable(config: RunConfig, may_move: bool) -> dict[str, Any]:
-    """The values of a config, with paths in one spelling, or without those of data that may lie
-    elsewhere."""
+    """Return a config's values with resolved paths, without those of data if they may differ."""
     values = config.model_dump(mode="json")
     values["model"]["name"] = _place(config.model.name)
     values["data"]["train"] = [
@@ -252,13 +249,13 @@ def _comparable(config: RunConfig, may_move: bool) -> dict[str, Any]:
 
 
 def _place(name: str) -> str:
-    """A path in one spelling; a name of the hub as it is."""
+    """Return the real path of an existing file or folder; else the name, as of the Hub."""
     path = os.path.expanduser(name)
     return os.path.realpath(path) if os.path.exists(path) else name
 
 
 def _is_free(key: str, config: RunConfig) -> bool:
-    if key.startswith("chunks.sample"):  # another estimate of the gradient
+    if key.startswith("chunks.sample"):  # changes the gradient estimate
         return key in _FREE_OF_A_SAMPLE
     if key == "chunks.size" and config.chunks.sample is not None:
         return False
@@ -266,8 +263,8 @@ def _is_free(key: str, config: RunConfig) -> bool:
 
 
 def clear_leftovers(path: Path, newest: Checkpoint | None) -> None:
-    """Removes what a process that was killed had not yet written or removed, and renames what is
-    newer than the checkpoint that the run goes on from, and so damaged, to `.damaged`."""
+    """Remove unfinished files of a killed process, and rename checkpoints newer than the one to
+    resume from, which are damaged, to `.damaged`."""
     checkpoints = path / CHECKPOINTS
     for leftover in (*path.glob(f".*{TEMPORARY}"), *checkpoints.glob(f"step-*{TEMPORARY}")):
         if leftover.is_dir():
@@ -293,7 +290,7 @@ def _decided(
     if checkpoint:
         found = decision_of(checkpoint.state["options"])
     else:
-        try:  # nothing has been computed by them: what cannot be read is decided again
+        try:  # no step depends on it: an unreadable decision is made again
             found = decision_of(json.loads((path / OPTIONS).read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, ConfigError):
             return None
@@ -301,15 +298,14 @@ def _decided(
 
 
 def create_run_folder(stack: ExitStack, path: Path) -> None:
-    """The folder of a new run, locked until `stack` ends. Raises ConfigError, CheckpointError."""
+    """Create a run's folder, locked until `stack` closes. Raises ConfigError, CheckpointError."""
     with folder_errors_reported(path):
         lock_folder(stack, path)
         _check_empty(path, str(path))  # another process may have been faster
 
 
 def clear_export(path: Path) -> None:
-    """Makes room for the exported model: what is there is renamed, for anybody may have written
-    into it."""
+    """Rename an existing exported model, which may have been edited, to make room for a new one."""
     export = path / EXPORT
     if os.path.lexists(export):
         names = (f"{EXPORT}.before{f'-{number}' * (number > 1)}" for number in count(1))
@@ -319,9 +315,9 @@ def clear_export(path: Path) -> None:
 
 
 def lock_folder(stack: ExitStack, path: Path) -> None:
-    """Creates the folder if need be; no other process can lock it until `stack` ends.
+    """Create the folder if needed, and lock it for this process until `stack` closes.
 
-    The lock is the operating system's: it ends with the process, however that ends.
+    The operating system releases the lock when the process ends in any way.
     """
     path.mkdir(parents=True, exist_ok=True)
     lock = stack.enter_context((path / _LOCK).open("a"))
@@ -363,16 +359,16 @@ def _check_empty(path: Path, out: str) -> None:
 
 
 def _is_leftover(entry: Path) -> bool:
-    """Whether a process that was killed before its run began may have left the entry."""
+    """Whether the entry may be left by a process that was killed before its run began."""
     is_unfinished = entry.name.startswith(".") and entry.name.endswith(TEMPORARY)
     of_a_run = (_LOCK, OPTIONS) if (entry.parent / _LOCK).exists() else (_LOCK,)
     return is_unfinished or entry.name in of_a_run
 
 
 def folder_errors_reported(folder: Path) -> AbstractContextManager[None]:
-    """Within it what the operating system refuses inside `folder`, to whomever, is CheckpointError.
+    """Context manager: raise OSErrors about files in `folder` as CheckpointError.
 
-    A write that finds the disk full names no file: enter this only where `folder` is written to.
+    Errors of a full disk name no file, so enter this only around writes to `folder`.
     """
     return os_errors_told(
         CheckpointError,
@@ -384,8 +380,8 @@ def folder_errors_reported(folder: Path) -> AbstractContextManager[None]:
 
 
 def check_creatable(path: Path, key: str) -> None:
-    """Raises ConfigError if no folder can be at `path`, which `key` named: before work is done that
-    would then be lost."""
+    """Raise ConfigError if no folder can be created at `path` (given by `key`), before any work
+    that would be lost."""
     try:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         reason = None if there.is_dir() else f"{there} is no folder"
@@ -405,11 +401,14 @@ def check_creatable(path: Path, key: str) -> None:
 def check_room(
     path: Path, settings: TrainConfig, *, weight_bytes: int, state_bytes: int, num_saves: int
 ) -> None:
-    """Raises CheckpointError if the disk has no room for what the run in `path` is going to write.
+    """Raise CheckpointError if the disk has no room for the checkpoints and export of a run.
 
-    `weight_bytes`, `state_bytes`: those of the trained weights and of the optimizer's state, which
-    a checkpoint holds. One more than are kept exists while it is written, and the exported model in
-    the end.
+    While a checkpoint is written there is one more than are kept, and finally the exported model.
+
+    Args:
+        weight_bytes: Of the trained weights in a checkpoint.
+        state_bytes: Of the optimizer's state in a checkpoint.
+        num_saves: Checkpoints that the whole run writes.
     """
     num_there = len(list_checkpoints(path / CHECKPOINTS))
     most = settings.num_checkpoints + 1 + settings.keep_best
@@ -429,12 +428,11 @@ def check_room(
         )
 
 
-# What was decided for a run, as options.json and its checkpoints hold it.
+# The decision of a run, as in options.json and checkpoints.
 
 
 def values_of(decision: Decision) -> dict[str, Any]:
-    """The options of a run, its layout and its stages, and what decides about alternatives where
-    there are any, as JSON holds them."""
+    """Return a run's options, layout, stages and, if set, budget and offloading, as JSON values."""
     values = asdict(decision.options) | {
         "layout": asdict(decision.layout), "stages": list(decision.stages),
     }  # fmt: skip
@@ -446,7 +444,7 @@ def values_of(decision: Decision) -> dict[str, Any]:
 
 
 def decision_of(values: Mapping[str, Any]) -> Decision:
-    """The inverse of `values_of`. Raises KeyError, TypeError or ConfigError for other values."""
+    """Read the result of `values_of`. Raises KeyError, TypeError or ConfigError for others."""
     options = dict(values)
     layout, stages = Layout(**options.pop("layout")), tuple(options.pop("stages"))
     names = "budget_bytes", "has_shrunk", "offload_weights"
@@ -455,7 +453,7 @@ def decision_of(values: Mapping[str, Any]) -> Decision:
 
 
 def shrunk(decision: Decision, options: ChunkOptions) -> Decision:
-    """The decision with the options of now, which a step that did not fit may have changed."""
+    """Return the decision with the current options, which may have shrunk after out-of-memory."""
     has_shrunk = decision.has_shrunk or options != decision.options
     return replace(decision, options=options, has_shrunk=has_shrunk)
 
@@ -464,33 +462,33 @@ def shrunk(decision: Decision, options: ChunkOptions) -> Decision:
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files of a checkpoint do not fit its manifest."""
+    """The files of a checkpoint do not match its manifest."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoint folders, oldest first. Not verified; those still being written (`.tmp`)
-    are left out."""
+    """Return complete checkpoint folders, oldest first, unverified and without unfinished ones
+    (`.tmp`)."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or would be."""
+    """Return the path of the checkpoint of a step, existing or not."""
     return folder / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was taken, by its name."""
+    """Return the step of a checkpoint, from its name."""
     match = _STEP.fullmatch(checkpoint.name)
     assert match is not None, checkpoint
     return int(match[1])
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None if there is none at all.
+    """Return the newest intact checkpoint; None if there are no checkpoints.
 
-    Damaged ones are named in print and passed over. Nothing is changed: another process may be
-    writing. Raises CheckpointError if all are damaged.
+    Damaged ones are printed and skipped. Nothing is changed, as another process may be writing.
+    Raises CheckpointError if all are damaged.
     """
     found = list_checkpoints(folder)
     for path in reversed(found):
@@ -512,18 +510,18 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def remove_old(folder: Path, num_kept: int, best_step: int = 0) -> None:
-    """Remove all checkpoints but so many of the newest and that of `best_step`."""
+    """Remove all checkpoints but the newest `num_kept` and that of `best_step`."""
     old = list_checkpoints(folder)[:-num_kept]
     _remove(one for one in old if step_of(one) != best_step)
 
 
 def remove_from(folder: Path, step: int) -> None:
-    """Remove the checkpoints of a step and of later ones, which a run that went back has left."""
+    """Remove the checkpoints of a step and later ones, left when a run has gone back."""
     _remove(one for one in list_checkpoints(folder) if step_of(one) >= step)
 
 
 def _remove(checkpoints: Iterable[Path]) -> None:
-    """Remove checkpoints: renamed first, so that a half removed one is never taken for one."""
+    """Remove checkpoints, renamed first, so that a partly removed one is never loaded."""
     for checkpoint in checkpoints:
         aside = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
         shutil.rmtree(aside, ignore_errors=True)
@@ -532,8 +530,8 @@ def _remove(checkpoints: Iterable[Path]) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Raises DamagedCheckpointError unless every file has the manifest's size and checksum, and
-    the state is of the step that the folder's name says."""
+    """Read a checkpoint. Raises DamagedCheckpointError unless all files match the manifest, and the
+    state's step matches the folder's name."""
     if not (path / MANIFEST).exists():
         raise _damaged(path, f"{MANIFEST} is missing: it was not written to its end")
     try:
@@ -564,7 +562,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def measured(file: Path) -> Measured:
-    """Size and checksum of a file. An OSError names it."""
+    """Return size and checksum of a file."""
     return {"bytes": file.stat().st_size, "xxh3": checksum(file)}
 
 

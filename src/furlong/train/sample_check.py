@@ -1,4 +1,4 @@
-"""How far a sampled gradient is from the exact one, measured on one sequence during a run."""
+"""The error of a sampled gradient, measured on one sequence during a run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampleCheck:
-    """A sampled gradient beside the exact one, over all trained parameters together."""
+    """Comparison of a sampled gradient with the exact one, over all trained parameters."""
 
     cosine: float | None
-    """Cosine of the angle between them; None where one of them is zero."""
+    """Cosine of the angle between them; None if one is zero."""
     relative_error: float | None
-    """Norm of their difference over that of the exact one; None where that is zero."""
+    """Norm of their difference divided by that of the exact one; None if that is zero."""
     num_tokens: int
     """Tokens of the sequence."""
     num_chunks: int
@@ -46,12 +46,12 @@ def check_sample(
     *,
     watch: Callable[[], None] = lambda: None,
 ) -> SampleCheck | None:
-    """Compares the two gradients of the batch's longest sequence with a label, with the draw that
-    `options` say; None where memory did not suffice for both. A collective of all processes.
-    `watch` is called after every action, and its MemoryError is a lack of memory.
+    """Compare exact and sampled gradients of the batch's longest sequence with a label; return None
+    if memory did not suffice. A collective.
 
-    Dropout is off: what differs is the sample alone. Gradients, random generators and the model's
-    modes are afterwards as before.
+    Runs in eval mode, so that only sampling differs. Gradients, random generators and modes are
+    restored. `watch` is called after each action; a MemoryError that it raises counts as a lack of
+    memory.
     """
     labelled = [sequence for sequence in batch.sequences if sequence.num_valid_tokens]
     longest = max(labelled, key=lambda sequence: sequence.seq_len)
@@ -84,8 +84,8 @@ def _check(
 
 @contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[list[nn.Parameter]]:
-    """Within it the model evaluates and its trained parameters, which are yielded, have no
-    gradient."""
+    """Context manager: eval mode, and no gradients on the trained parameters, which are yielded;
+    restores modes, gradients and generators."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in parameters]
     random = RNGState.read(device)
@@ -101,7 +101,7 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[list[nn.Par
 
 
 def _taken(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The gradients, zeros where nothing was reached; the parameters have none afterwards."""
+    """Take the gradients off the parameters and return them, zeros where there are none."""
     taken = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -111,8 +111,7 @@ def _taken(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def _sums(exact: Sequence[Tensor], drawn: Sequence[Tensor]) -> list[float]:
-    """Sums over this process's part of all gradients, in float64: exact x drawn, the squares of
-    both, and that of their difference."""
+    """Return this process's float64 sums of exact * drawn, exact², drawn² and (drawn - exact)²."""
     sums = torch.zeros(4, dtype=torch.float64)
     for one, other in zip(map(local, exact), map(local, drawn), strict=True):
         pairs = ((one, other), (one, one), (other, other), (other - one, other - one))
@@ -123,7 +122,7 @@ def _sums(exact: Sequence[Tensor], drawn: Sequence[Tensor]) -> list[float]:
 def _compared(
     product: float, exact_square: float, drawn_square: float, difference_square: float
 ) -> tuple[float | None, float | None]:
-    """Cosine and relative error of a drawn gradient by the exact one."""
+    """Return cosine and relative error from the sums of `_sums`."""
     if not exact_square > 0 or not math.isfinite(drawn_square):
         return None, None
     error = math.sqrt(difference_square / exact_square)

@@ -1,4 +1,4 @@
-"""Texts that the model writes at evaluations, greedily, through transformers' own generation."""
+"""Sample texts at evaluations, generated greedily by transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from furlong.train.evaluation import evaluating
 
 
 def encode_prompts(config: RunConfig, tokenizer: Any) -> list[tuple[str, list[int]]]:
-    """Text and tokens of each of `log.samples`. Raises ConfigError for what cannot be one."""
+    """Return text and token ids of each of `log.samples`. Raises ConfigError for invalid ones."""
     most = config.data.max_seq_len - config.log.sample_tokens
     prompts = []
     if config.log.samples and isinstance(tokenizer, NoTokenizer):
@@ -43,7 +43,7 @@ def encode_prompts(config: RunConfig, tokenizer: Any) -> list[tuple[str, list[in
 
 
 def _rendered(config: RunConfig, messages: Any, tokenizer: Any, number: int) -> str:
-    """The text of messages through the chat template, up to where the model answers."""
+    """Render messages by the chat template, with the generation prompt."""
     if not tokenizer.chat_template:
         raise _refused(
             number,
@@ -58,7 +58,7 @@ def _rendered(config: RunConfig, messages: Any, tokenizer: Any, number: int) -> 
             add_generation_prompt=True,
             **config.data.chat_template_kwargs,
         )
-    except Exception as error:  # a template may raise what it likes
+    except Exception as error:  # templates may raise anything
         raise _refused(
             number,
             given=f"messages that the chat template refuses: {first_line(error)}",
@@ -84,11 +84,14 @@ def write_samples(
     in_step: bool,
     reshard: bool = False,
 ) -> list[tuple[str, str]]:
-    """Each prompt, and the at most `num_tokens` that follow, special ones included, as text.
+    """Generate at most `num_tokens` after each prompt; return (prompt, generated text) pairs,
+    special tokens included. Modes and random generators are restored.
 
-    A prompt is read in chunks; `chunk_size` None: at once. Modes and generators are afterwards as
-    before. `in_step`: several processes that have divided the weights call it together, and get the
-    same. `reshard`: whether divided weights are whole for a pass of their layer alone.
+    Args:
+        chunk_size: Tokens per prefill chunk; None: prompts are read at once.
+        in_step: Whether several processes with sharded weights call this together; all get the
+            same texts.
+        reshard: Whether sharded weights are gathered for one layer's pass at a time.
     """
     from transformers import GenerationConfig
 

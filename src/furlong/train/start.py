@@ -1,4 +1,4 @@
-"""The beginning of a run: all that can be checked in an instant, before torch is loaded."""
+"""The start of a run: quick checks, before torch is imported."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from furlong.train.processes import ALONE, Processes, layout_of, require_equal
 from furlong.train.run_folder import RunFolder, open_run_folder
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-"""Packages by the name of the key below `log` that asks for one."""
+"""Tracker packages, each named like its key in `log`."""
 
 
 def open_run(
     stack: ExitStack, config: RunConfig, *, resume: bool, processes: Processes = ALONE
 ) -> RunFolder:
-    """The run folder of `config`, locked until `stack` ends if there is a run to resume.
+    """Check a run and open its folder, locked until `stack` closes if there is a run to resume.
 
-    A launcher that has started the processes again after one of them had ended resumes their run.
-    Raises UserError, on all processes, for launches, packages, paths and run folders that cannot
-    be.
+    A run that the launcher has restarted is resumed. Raises UserError, on all processes, for
+    invalid launches, packages, paths and run folders.
     """
     launch = processes.launch
     if launch.num_processes > 1:
@@ -48,8 +47,8 @@ def open_run(
 
 
 def check_run(config: RunConfig, num_processes: int) -> None:
-    """Raise ConfigError for keys of a run file that so many processes cannot obey together,
-    whatever machine they run on."""
+    """Raise ConfigError for settings that do not work with this number of processes, on any
+    machine."""
     objective_of(config.train).check(config, num_processes)
     if _has_packed_states(config) and num_processes > 1 and config.parallel.pp != num_processes:
         raise ConfigError(
@@ -70,7 +69,7 @@ def _check(config: RunConfig, num_processes: int) -> None:
     layout = layout_of(config.parallel, num_processes)
     require_replicate(layout.dp, config.parallel.replicate)
     check_run(config, num_processes)
-    options = given_options(config)  # refuses what contradicts itself there
+    options = given_options(config)  # refuses contradictory options
     if options.get("reshard"):
         away = bool(offloads_weights(config.offload))
         replicate = config.parallel.replicate
@@ -99,19 +98,19 @@ def _check(config: RunConfig, num_processes: int) -> None:
     check_files(config.model.name, config.model.revision)
     for key, named in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for source in named or ():
-            # Folders are listed when they are read: that may take its time.
+            # Folders are listed only when they are read, as that may take long.
             if not os.path.isdir(os.path.expanduser(source.path)):
                 is_streamed = config.data.streaming and key == "data.train"
                 list_files(source, key, fetch=not is_streamed)
 
 
 def _has_packed_states(config: RunConfig) -> bool:
-    """Whether the optimizer's states are quantised by a library."""
+    """Whether a library quantizes the optimizer's states."""
     return config.train.optimizer.endswith(("bit", "fp8"))
 
 
 def _check_optimizer(config: RunConfig) -> None:
-    """Raises ConfigError for an optimizer of a package that is not there."""
+    """Raise ConfigError for an optimizer of a package that is not installed."""
     name = config.train.optimizer
     if not _has_packed_states(config):
         return
@@ -126,12 +125,12 @@ def _check_optimizer(config: RunConfig) -> None:
 
 
 def _check_apart(data: str, config: RunConfig) -> None:
-    """Raises ConfigError for a folder of data in which the run writes: with its files the data
-    would be others when it is resumed."""
+    """Raise ConfigError for a data folder that the run writes to: its files would change the data
+    for a resume."""
     folder = Path(data).expanduser().resolve()
     for key, written in (("out", config.out), ("data.cache_dir", config.data.cache_dir)):
         path = Path(written or os.devnull).expanduser().resolve()
-        # what is hidden in a folder is no data
+        # hidden files are not read as data
         if path.is_relative_to(folder) and "/." not in f"/{path.relative_to(folder)}":
             raise ConfigError(
                 given=f"{key} = {written}, within {data} of data.train",
