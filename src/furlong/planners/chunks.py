@@ -1,8 +1,9 @@
-"""Groups of chunks: which tokens run together, on which processes of a pool.
+"""Groups of chunks: cutting, packing and placing sequences.
 
-A group is all pieces of one sequence in order, branches included, or one packed chunk. Groups run
-in the order in which they are listed; these functions list the one with most tokens first, since a
-short sequence before a long one interrupts the steady phase of a pipeline (InfiniPipe, III-C).
+A group is all pieces of one sequence in order, including branches, or one packed chunk. Groups run
+in list order. These functions sort them by falling number of tokens, since a short sequence before
+a long one interrupts the steady phase of a pipeline (InfiniPipe, III-C). A pool is the `sp_size`
+processes of a rank; a place is the sequence-parallel group within it that holds a slice.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ Groups = Sequence[Sequence[Chunk]]
 def group_chunks(
     seq_lens: Sequence[int], options: ChunkOptions, forks: Forks | None = None
 ) -> list[list[Chunk]]:
-    """The pieces of every sequence longer than a chunk, the last with what remains (ChunkFlow,
-    Algorithm 1), and every packed chunk by itself; most tokens first, equal ones in their order.
-    `forks`: where sequences branch."""
+    """Cut sequences longer than a chunk into pieces, the last with the remainder, and pack shorter
+    ones (ChunkFlow, Algorithm 1). Return a group per cut sequence and per packed chunk, stably
+    sorted by falling number of tokens. `forks`: branches of sequences."""
     refuse_unusable(seq_lens)
     forks, size = forks or {}, options.size
     groups = [
@@ -60,14 +61,14 @@ def group_chunks(
     ]
     if options.hybrid:
         for group, joined in zip(groups, bins, strict=False):
-            # a chunk's piece with a prefix comes first
+            # the slice with a prefix comes first in a chunk
             group[-1] = Chunk((*group[-1].slices, *joined))
     groups += [[Chunk(tuple(slices))] for slices in bins[len(tails) :]]
     return sorted(groups, key=lambda group: -sum(chunk.num_tokens for chunk in group))
 
 
 def refuse_unusable(seq_lens: Sequence[int]) -> None:
-    """Raises DataError for a batch without sequences and for a sequence without tokens."""
+    """Raise DataError for a batch without sequences and for a sequence without tokens."""
     empty = next((seq_id for seq_id, seq_len in enumerate(seq_lens) if seq_len < 1), None)
     if seq_lens and empty is None:
         return
@@ -83,12 +84,12 @@ def split_equal_work(
     seq_id: int, seq_len: int, num_slices: int, *, quadratic: float = 0.0, linear: float = 1.0,
     step: int = 1,
 ) -> list[Slice]:  # fmt: skip
-    """Cut one sequence into pieces that cost about the same.
+    """Cut one sequence into pieces of about equal cost.
 
-    Tokens up to x cost f(x) = quadratic * x^2 + linear * x (attention, and all else), and piece j
-    of n stops where f(x) = j / n * f(seq_len), as in InfiniPipe's mesh and in Seq1F1B; the default
-    cuts equal tokens. Bounds are rounded to multiples of `step` where the sequence has so many,
-    else to tokens; a sequence of fewer tokens than slices gets fewer.
+    The first x tokens cost f(x) = quadratic * x^2 + linear * x (attention, and all else), and piece
+    j of n stops where f(x) = j / n * f(seq_len), as in InfiniPipe's mesh and in Seq1F1B. By default
+    pieces have equal tokens. Bounds are rounded to multiples of `step`, or to tokens if the
+    sequence is too short for that. A sequence with fewer tokens than slices gets fewer slices.
     """
     count = min(num_slices, seq_len)
     if seq_len < count * step:
@@ -107,12 +108,16 @@ def split_equal_work(
 def pack(
     seq_lens: Mapping[int, int], chunk_size: int, *, taken: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Bins of seq_ids whose tokens fit into `chunk_size`; `seq_lens` maps seq_ids to tokens.
+    """Pack sequences into bins of `chunk_size` tokens, and return the seq_ids of each bin.
 
-    `taken` offers bins that are partly filled already, each with that many tokens in it. They come
-    first in the result, and stay there when nothing was added. ChunkFlow tries bin counts upwards
-    until a packing succeeds; one pass that opens a bin only when no open one has room finds the
-    same count, for with fewer bins it would have failed.
+    Best fit, longest first. ChunkFlow tries rising numbers of bins until a packing succeeds; a
+    single pass that opens a bin only if no open one has room finds the same number, as it would
+    have failed with fewer bins.
+
+    Args:
+        seq_lens: seq_id -> tokens.
+        chunk_size: Most tokens of a bin.
+        taken: Tokens of partly filled bins. They come first in the result, even if left empty.
     """
     for seq_id, seq_len in seq_lens.items():
         if not 1 <= seq_len <= chunk_size:
@@ -123,7 +128,7 @@ def pack(
                 change="leave out empty sequences; cut longer ones first",
             )
     bins: list[list[int]] = [[] for _ in taken]
-    stamps = count(0, -1)  # of bins with equal space the one that was filled last
+    stamps = count(0, -1)  # among bins with equal space, the one filled last is preferred
     spaces = sorted((chunk_size - n, next(stamps), index) for index, n in enumerate(taken))
     for seq_id in sorted(seq_lens, key=lambda seq_id: (-seq_lens[seq_id], seq_id)):
         place = bisect_left(spaces, (seq_lens[seq_id],))
@@ -138,14 +143,15 @@ def pack(
 
 
 Forks = Mapping[int, Sequence[tuple[int, int]]]
-"""By sequence, the (first token, token it goes on from) of each branch that does not go on from the
-token before it; sequences lie depth-first."""
+"""seq_id -> (first token, end of the parent) of each branch that does not continue the token before
+it; branches are laid out depth-first."""
 
 
 def branch_chunks(
     seq_id: int, seq_len: int, forks: Sequence[tuple[int, int]], chunk_size: int
 ) -> list[Chunk]:
-    """The chunks of a sequence that branches, in the order of their first tokens."""
+    """Return the chunks of a sequence that branches, in the order of their first tokens. Short
+    branches of one parent that nothing continues are packed together."""
     parents = dict(forks)
     cuts = sorted({0, seq_len, *parents, *parents.values()})
     stretches = [(start, stop, parents.get(start)) for start, stop in pairwise(cuts)]
@@ -168,10 +174,11 @@ def branch_chunks(
 
 
 def by_cost(costs: Sequence[float], dp_size: int) -> list[list[int]]:
-    """The seq_ids of each replica, of about equal sums of `costs` (one per sequence).
+    """Distribute sequences over replicas with about equal sums of `costs` (one per sequence), and
+    return the seq_ids of each replica.
 
-    Longest processing time first (Graham 1969): the dearest sequence goes to the replica with least
-    so far. At most 4/3 of the best makespan. No replica is empty.
+    Longest processing time first (Graham 1969): the most expensive sequence goes to the replica
+    with the lowest sum so far, which gives at most 4/3 of the best makespan. No replica is empty.
     """
     refuse_idle(len(costs), dp_size)
     replicas: list[list[int]] = [[] for _ in range(dp_size)]
@@ -180,19 +187,19 @@ def by_cost(costs: Sequence[float], dp_size: int) -> list[list[int]]:
     for seq_id in sorted(range(len(costs)), key=lambda seq_id: (-costs[seq_id], seq_id)):
         total, count, replica = lightest[0]
         replicas[replica].append(seq_id)
-        # of equal sums the one with fewer sequences, so that costs of zero leave nobody idle
+        # ties go to the replica with fewer sequences, so that costs of zero leave none empty
         heapreplace(lightest, (total + costs[seq_id], count + 1, replica))
     return replicas
 
 
 def sequence_work(seq_lens: Sequence[int], shape: ModelShape) -> list[float]:
-    """FLOPs of a forward of each whole sequence, head included: Skrull's Eq. 13 with the exact
+    """Return the forward FLOPs of each whole sequence with head: Skrull's Eq. 13 with the exact
     constants of the model (its quadratic term halved, since attention is causal)."""
     return [sum(sequence_flops(shape, seq_len)) for seq_len in seq_lens]
 
 
 def refuse_idle(num_sequences: int, dp_size: int) -> None:
-    """Raises ConfigError where there are fewer sequences than replicas, or no replicas."""
+    """Raise ConfigError if there are fewer sequences than replicas, or no replicas."""
     if 1 <= dp_size <= num_sequences:
         return
     raise ConfigError(
@@ -206,15 +213,19 @@ def refuse_idle(num_sequences: int, dp_size: int) -> None:
 def place_by_load(
     seq_lens: Sequence[int], work: Sequence[float], *, bucket_tokens: int, sp_size: int
 ) -> list[Place] | None:
-    """The place of each sequence, one process or the whole group; None where they do not fit.
+    """Place each sequence on one process or on the whole pool, or return None if they do not fit.
 
-    `bucket_tokens`: what a rank holds at a time (a sharded sequence counts 1/sp_size with each; the
-    split into whole tokens can add one per sharded sequence). `work`: FLOPs or any other measure of
-    each sequence, spread evenly. Skrull's RollBack (Algorithm 3) has a wrong sign and leaves the
-    other ranks out; as corrected here places are found exactly where all tokens fit into all
-    buckets.
+    Skrull's RollBack (Algorithm 3) has a wrong sign and omits the other ranks. As corrected here it
+    succeeds whenever all tokens fit into all buckets together.
+
+    Args:
+        seq_lens: Tokens of each sequence.
+        work: FLOPs (or another measure) of each sequence, which are balanced over processes.
+        bucket_tokens: Most tokens of a process. A sharded sequence counts 1/sp_size on each;
+            rounding to whole tokens can add one per sharded sequence.
+        sp_size: Processes of the pool.
     """
-    # in tokens times the number of ranks, so that a share of a sequence is whole
+    # in units of 1/sp_size token, so that shares of a sequence are integers
     rooms = [bucket_tokens * sp_size] * sp_size
     loads = [0.0] * sp_size
     ranks: list[int | None] = [None] * len(seq_lens)
@@ -251,7 +262,7 @@ def place_by_load(
 
 
 def shard(groups: Groups, sp_size: int) -> list[list[Chunk]]:
-    """The same groups with every slice sharded over a pool of `sp_size` processes."""
+    """Return the groups with each slice sharded over a pool of `sp_size` processes."""
     place = Place(0, sp_size)
     return [
         [Chunk(tuple(replace(piece, place=place) for piece in chunk.slices)) for chunk in group]
@@ -262,9 +273,9 @@ def shard(groups: Groups, sp_size: int) -> list[list[Chunk]]:
 def shard_long(
     groups: Groups, seq_lens: Sequence[int], shape: ModelShape, sp_size: int
 ) -> list[list[Chunk]]:
-    """The same groups with pieces of cut sequences sharded and whole sequences left on one process
-    as far as they balance there (`place_by_load`): a process holds no more tokens than if all were
-    sharded, but for one that does not divide."""
+    """Return the groups with pieces of cut sequences sharded over the pool, and whole sequences on
+    one process as far as work is balanced (`place_by_load`). Up to rounding, a process holds no
+    more tokens than if all were sharded."""
     work, everywhere = sequence_work(seq_lens, shape), Place(0, sp_size)
 
     def placed(chunk: Chunk) -> Chunk:
@@ -280,7 +291,7 @@ def shard_long(
 
 
 def by_place(slices: Iterable[Slice]) -> tuple[Slice, ...]:
-    """Slices in the order of a chunk: by falling size of their places, then by first process."""
+    """Sort slices as a chunk needs them: by falling size of their places, then by first process."""
     return tuple(sorted(slices, key=lambda s: (-s.place.size, s.place.first)))
 
 
@@ -292,8 +303,8 @@ def chunk_by_chunk(
     sp_size: int = 1,
     recompute_layers: int = 0,
 ) -> ChunkPlan:
-    """The plan, not checked yet; replica d is rank d. `recompute_layers`: that many first layers
-    are checkpointed, each by its own input."""
+    """Return an unchecked plan in which each chunk's Backward follows its Forward; replica d is
+    rank d. `recompute_layers`: number of first layers that are checkpointed one by one."""
     chunks: list[Chunk] = []
     lists: list[tuple[Action, ...]] = []
     for own in replicas:
@@ -317,9 +328,9 @@ def peak_bytes(
     recompute_layers: int = 0,
     place_size: int | None = None,
 ) -> int:
-    """Bytes that a device needs with `device_tokens` tokens at a time, of slices that are sharded
-    over all of the pool, or (`place_size`) over so many processes each: in the second of two such
-    micro-batches, beside the gradients of the first, or in the only one, which adds them up."""
+    """Return the peak bytes of a device with micro-batches of `device_tokens` tokens per device,
+    the larger of a step of one micro-batch and a step of two (the second runs with the gradients of
+    the first). `place_size`: processes over which each slice is sharded; None: the whole pool."""
     size = sp_size if place_size is None else place_size
     firsts, num_tokens = range(0, sp_size, size), device_tokens * size
     count = len(firsts)
@@ -333,7 +344,7 @@ def peak_bytes(
             (num_tokens,) * number * count, [batches[:number]], num_layers=memory.shape.num_layers,
             sp_size=sp_size, recompute_layers=recompute_layers,
         )  # fmt: skip
-        # the other replicas share the state; one that runs is enough
+        # replicas only matter as they share the state: copy the first one's list
         plan = replace(plan, actions=plan.actions * dp_size, regathers=memory.training.regathers)
         most = max(most, *memory.peak_bytes_of_actions(plan, 0))
     return most
@@ -341,8 +352,8 @@ def peak_bytes(
 
 @lru_cache(maxsize=4096)
 def fitting_tokens(memory: PlanMemory, **sizes: int) -> int:
-    """Most tokens that a device can hold at a time (Skrull's Eq. 12); 0 where none fits. `sizes`:
-    those of `peak_bytes`. Kept from batch to batch, which do not change it."""
+    """Return the most tokens per device that fit (Skrull's Eq. 12), 0 if none does. `sizes`:
+    keyword arguments of `peak_bytes`. Cached, as it does not depend on the batch."""
 
     def left(num_tokens: int) -> int:
         return memory.device_budget_bytes - peak_bytes(memory, num_tokens, **sizes)
@@ -354,7 +365,7 @@ def fitting_tokens(memory: PlanMemory, **sizes: int) -> int:
     while (left_high := left(high)) >= 0:
         low, left_low, high = high, left_high, 2 * high
     while high - low > 1:
-        # bytes grow on straight lines: where this one meets the budget, and one token beyond
+        # bytes are piecewise linear: interpolate, try the next token, and bisect
         guess = low + (high - low) * left_low // (left_low - left_high)
         for middle in (guess, guess + 1, (low + high) // 2):
             if low < middle < high:
@@ -367,7 +378,7 @@ def fitting_tokens(memory: PlanMemory, **sizes: int) -> int:
 
 
 def recompute_choices(num_layers: int) -> list[int]:
-    """Numbers of recomputed layers that are tried: none, all, and eighths between them."""
+    """Return the numbers of recomputed layers to try: none, all, and eighths in between."""
     return sorted({round(num_layers * eighth / 8) for eighth in range(9)})
 
 
@@ -380,7 +391,8 @@ def does_not_fit(
     recompute_layers: int,
     dp_size: int = 1,
 ) -> ConfigError:
-    """The error for a longest sequence that is too much. `budget_bytes`: None, the hardware's."""
+    """Return the error for a longest sequence that does not fit. `budget_bytes`: of one device;
+    None: the machine's."""
     sizes = {"dp_size": dp_size, "sp_size": sp_size, "recompute_layers": recompute_layers}
     memory = model.memory(budget_bytes)
     fitting = fitting_tokens(memory, **sizes)

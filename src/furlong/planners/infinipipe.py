@@ -1,26 +1,30 @@
 """InfiniPipe: elastic pipelines over chunks of equal time, with checkpointing chosen per cell.
 
-Wang et al., arXiv 2509.21275. The longest sequence is cut into slices of equal time, the mesh, and
-longer ones than its first slice by the same mesh; short ones are packed with each other or behind
-tails (Algorithm 1: `cut_and_pack`). Chunks run in token-level 1F1B, sequences of most chunks first
-(`orders.seq1f1b_cells`). Cells on one diagonal of that schedule recompute the same number of
-layers: what one of them adds to the step, the others hide in the bubble that it makes (Eqs. 15 and
-16). So one integer per diagonal is asked for, K + P - 1 of them (K chunks, P stages), with the
-smallest sum for which no stage ever holds more than it has room for (Eqs. 17 to 20:
-`choose_layers`). Several pipelines may run one after the other: sequences of equally many chunks
-stay together, and the division of least overhead is a shortest path (Eqs. 12 to 14: `_pipelines`).
-Slice numbers are tried from the smallest; the plan that the event simulation finds fastest wins.
+The planner of Wang et al., arXiv 2509.21275, in four steps:
 
-Ours: the layers are found greedily; the paper's integer program is the mode `exact`. Bytes are the
-memory simulation's, in place of Eqs. 5 to 10, and seconds the cost model's; only the time by which
-the mesh is cut is a fit to it, of the paper's form a1 x^2 + a2 x (Eqs. 1 and 4).
+1. Cut the longest sequence into slices of equal time (the mesh), and all sequences longer than the
+   mesh's first slice by the same mesh. Pack short sequences with each other, or into the last
+   chunks (tails) of long ones (Algorithm 1: `cut_and_pack`).
+2. Run chunks in token-level 1F1B, sequences with most chunks first (`orders.seq1f1b_cells`).
+3. Choose the layers that each cell recomputes. Cells on one diagonal of the schedule run at the
+   same time, so recomputing a diagonal takes as long as recomputing one of its cells (Eqs. 15 and
+   16). So there is one integer per diagonal, K + P - 1 for K chunks and P stages, and their sum is
+   to be the smallest with which each stage fits in memory (Eqs. 17 to 20: `choose_layers`).
+4. Several pipelines may run one after the other, with sequences of equally many chunks in the same
+   one. The division of least overhead is a shortest path (Eqs. 12 to 14: `_pipelines`).
 
-Errata: the window of Eq. 7 is one chunk more than the forwards ahead; Eq. 11 divides by the
-sequence-parallel degree a time that is of one stage already. As printed the threshold of
-Algorithm 1 can fall, and its loop never ends: here it is only raised over buckets that have room,
-and by a tenth at most, then a new bucket is opened (as printed buckets of tails grow to half as
-much time again; steps that take 1 to 2.5 % less in simulation). The last slice of a sequence counts
-as its tail also where the mesh fits exactly, so that its K,V have no reader.
+Numbers of slices are tried from the smallest; the plan that is fastest in simulation is chosen.
+
+Differences to the paper: layers are chosen greedily; its integer program is the mode `exact`. Bytes
+come from the memory simulation, instead of Eqs. 5 to 10, and seconds from the cost model; only the
+mesh is cut by a fit to it of the paper's form a1 x^2 + a2 x (Eqs. 1 and 4).
+
+Errata: the window of Eq. 7 is one chunk more than the forwards ahead; Eq. 11 divides a time that is
+of one stage already by the sequence-parallel degree. As printed, the threshold of Algorithm 1 can
+fall, and its loop never ends. Here it is only raised, over buckets that have room, and by at most a
+tenth; then a new bucket is opened. (As printed, buckets of tails grow by half in time; with the
+bound, simulated steps take 1 to 2.5 % less.) The last slice of a sequence counts as its tail also
+if the mesh fits exactly, so that its K,V have no reader.
 
     P stages, K chunks, D = K + P - 1 diagonals of a pipeline, R moments of any of its stages
 """
@@ -61,30 +65,31 @@ from furlong.units import count_words
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Pipeline = tuple[range, Sequence[int]]
-"""Its groups, and the layers that the cells of each of its diagonals recompute."""
+"""(groups of a pipeline, layers that the cells of each diagonal recompute)."""
 
 _GRADIENTS = PARTS.index("gradients")
 _MOST_SLICES = 64
-"""Pieces of the longest sequence."""
+"""Most slices of the longest sequence."""
 _PATIENCE = 3
-"""Slice numbers in a row that bring nothing before the search ends."""
+"""Numbers of slices in a row without improvement that end the search."""
 _MOST_CELLS = 10_000
-"""Cells of all slice numbers together after which none is tried any more; four times as many while
-none of their plans fits."""
+"""Cells over all tried numbers of slices that end the search; four times as many while no plan
+fits."""
 _ROUNDING_BYTES = 16
-"""Room that is left: the memory simulation rounds each part."""
+"""Bytes to leave free, as the memory simulation rounds each part."""
 _MAX_REPAIRS = 3
-"""Times that a plan which needs more than its loads said is made again with so much more left."""
+"""Most times that a plan which needs more than its `Loads` predicted is planned again with a margin
+of the difference."""
 _FEW_DIAGONALS = 8
 MAX_GROWTH = 1.1
-"""Multiple of its first value to which the threshold of time may grow; infinite in the paper."""
+"""Most growth of the time threshold, as a multiple of its first value; infinite in the paper."""
 _MAX_NODES = 10_000
-"""Nodes of the tree of each integer program: a count, so that equal questions have equal answers,
-which a limit of seconds would not give."""
+"""Most nodes of the tree of each integer program. A count is reproducible; a time limit is not."""
 
 
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """One for a pipeline: its plans search by themselves, and have to beat `question.beat_s`."""
+    """Yield one candidate for a layout with a pipeline. Its plans are found by a search of their
+    own, and must take less than `question.beat_s`."""
     if layout.pp == 1:
         return
     model, stages = question.model_of(layout), question.stages_of(layout)
@@ -103,7 +108,7 @@ def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
 
 
 def _may_fit(question: Question, layout: Layout, model: CostModel, stages: tuple[int, ...]) -> bool:
-    """Whether the longest sequence may fit in the finest slices, with every layer recomputed."""
+    """Whether the longest sequence may fit in the finest slices with all layers recomputed."""
     # slices of equal time are longer than half of the mean
     size = max(1, question.longest // (2 * _MOST_SLICES))
     options = ChunkOptions(size=size, keep="all", recompute_layers=max(stages))
@@ -125,14 +130,14 @@ def plan_infinipipe(
     beat_s: float = inf,
     recent: deque[_Batch] | None = None,
 ) -> ChunkPlan:
-    """A checked plan of one replica of len(stages) x sp_size devices that fits `budget_bytes` each.
+    """Return a checked plan of one replica on len(stages) x sp_size devices of `budget_bytes` each.
 
-    `stages`: layers per stage; rank s holds stage s. With sp_size > 1 every slice is sharded over
-    the sp group. `beat_s`: a step that the plan has to beat. `recent`: keeps what was found of a
-    batch for the next call, which may have another step to beat.
+    `stages`: layers per stage; rank s holds stage s. Each slice is sharded over `sp_size`
+    processes. `exact`: choose layers by the integer program. `beat_s`: seconds that the step must
+    undercut. `recent`: cache of the last batch, for a call with another `beat_s`.
 
-    Raises DataError for unusable lengths, ConfigError where no plan can beat `beat_s`, and
-    DoesNotFitError for the plan that lacks least where no slice number fits.
+    Raises DataError for unusable lengths, ConfigError if no plan is faster than `beat_s`, and
+    DoesNotFitError, for the plan closest to fitting, if no number of slices fits.
     """
     refuse_unusable(seq_lens)
     memory = model.memory(budget_bytes)
@@ -148,13 +153,13 @@ def plan_infinipipe(
             break
         cut = batch.cut(num_slices)
         num_cells += sum(map(len, cut.groups)) * len(batch.stages)
-        step_s = cut.bare_s  # with recomputed layers it takes longer
+        step_s = cut.bare_s  # a lower bound: recomputed layers take additional time
         gains = step_s < least_s
         if step_s < beat_s:
             found = None if best is None else cut.fitting_plan
             plan = found or cut.one_pipeline(layers=max(batch.stages))
             if found is None and not batch.has_room(plan):
-                # whatever recomputes less does not fit either
+                # all layers are recomputed: with fewer it does not fit either
                 without_gain += best is not None
                 refused.append(plan)
                 continue
@@ -180,8 +185,7 @@ def plan_infinipipe(
 
 
 def slice_numbers(most: int) -> Iterator[int]:
-    """Slice numbers to try: 1, 2, 3, .. and from 8 on by about a fifth more each time, up to
-    `most`."""
+    """Yield the numbers of slices to try: 1, 2, 3, ..., from 8 on a fifth more each, to `most`."""
     number = 1
     while number <= most:
         yield number
@@ -190,7 +194,7 @@ def slice_numbers(most: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Facts and limits that all candidate plans of one batch share."""
+    """Inputs that all candidate plans of one batch share, and its cuts."""
 
     seq_lens: tuple[int, ...]
     model: CostModel
@@ -201,7 +205,7 @@ class _Batch:
     _cuts: dict[int, _Cut] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def cut(self, num_slices: int) -> _Cut:
-        """The batch with its longest sequence in so many slices."""
+        """Return the batch with its longest sequence in `num_slices` slices."""
         if num_slices not in self._cuts:
             longest, step = max(self.seq_lens), row_step(self.model.device_type, self.sp_size)
             work = fit_work(self.model, longest, num_slices, self.stages, self.sp_size)
@@ -213,16 +217,16 @@ class _Batch:
         return time_actions(plan, self.model.costs(plan)).duration_s
 
     def used_bytes(self, plan: ChunkPlan) -> list[int]:
-        """(P,) the most that each rank needs."""
+        """Return (P,): peak bytes of each rank."""
         return [max(self.memory.peak_bytes_of_actions(plan, s)) for s in range(len(self.stages))]
 
     def has_room(self, plan: ChunkPlan) -> bool:
-        """Whether a plan fits; not all of the ranks are walked of one that does not."""
+        """Whether a plan fits; stops at the first rank that does not."""
         walks = (self.memory.peak_bytes_of_actions(plan, s) for s in range(len(self.stages)))
         return all(max(used) <= self.memory.device_budget_bytes for used in walks)
 
     def no_room(self, plan: ChunkPlan) -> DoesNotFitError:
-        """Return the error for a plan with every layer recomputed, of those the closest to fit."""
+        """Return the error for the plan closest to fitting, with all layers recomputed."""
         used = self.used_bytes(plan)
         rank, num_slices = used.index(max(used)), max(map(len, plan.groups.values()), default=1)
         return DoesNotFitError(
@@ -235,19 +239,19 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A batch in chunks, with what no step to beat changes."""
+    """A batch in chunks, with cached plans and times that do not depend on `beat_s`."""
 
     batch: _Batch
     groups: Groups
 
     @cached_property
     def bare_s(self) -> float:
-        """Seconds of a step that recomputes nothing."""
+        """Seconds of a step without recomputation."""
         return self.batch.step_s(self.one_pipeline())
 
     @cached_property
     def _chunks(self) -> ChunkPlan:
-        """The plan without actions, of which all others have what follows from its chunks."""
+        """The plan without actions, from which the others take properties of the chunks."""
         return self._in_a_row([])
 
     def _in_a_row(self, pipelines: Sequence[Pipeline]) -> ChunkPlan:
@@ -261,16 +265,15 @@ class _Cut:
         return self._chunks.with_actions(self._in_a_row(pipelines).actions)
 
     def one_pipeline(self, own: range | None = None, layers: int = 0) -> ChunkPlan:
-        """The plan of one pipeline of all groups, or its `own`, each diagonal with the same number
-        of layers."""
+        """Return the plan of one pipeline of all groups, or of groups `own`, in which each diagonal
+        recomputes `layers` layers."""
         own = range(len(self.groups)) if own is None else own
         num_diagonals = sum(len(self.groups[i]) for i in own) + len(self.batch.stages) - 1
         return self.plan([(own, [layers] * num_diagonals)])
 
     @cached_property
     def fitting_plan(self) -> ChunkPlan | None:
-        """The plan with least overhead, the groups of most chunks first; None where none was found
-        that fits."""
+        """The plan with least overhead, groups with most chunks first; None if none fits."""
         spare_bytes, budget = _ROUNDING_BYTES, self.batch.memory.device_budget_bytes
         for _ in range(_MAX_REPAIRS):
             pipelines = self._pipelines(spare_bytes)
@@ -284,8 +287,12 @@ class _Cut:
         return None
 
     def _pipelines(self, spare_bytes: int) -> list[Pipeline] | None:
-        """The pipelines of least overhead; None where nothing fits. Each costs a warm-up and a
-        cool-down, and each of its layers a forward (Eq. 13)."""
+        """Return the pipelines of least overhead, or None if nothing fits. The overhead of a
+        pipeline is its warm-up and cool-down, and a forward of each recomputed layer (Eq. 13).
+
+        `found[n]` is the best division of the first n groups, and (start, stop) an edge of the
+        shortest path. Only edges between groups of markedly different numbers of chunks are tried.
+        """
         batch, groups, stages = self.batch, self.groups, self.batch.stages
         cells_s = batch.model.cell_seconds(
             [chunk for group in groups for chunk in group], stages, sp_size=batch.sp_size
@@ -293,7 +300,7 @@ class _Cut:
         ends_s = (len(stages) - 1) * float(cells_s.sum(axis=2).mean())
         layer_s = float(cells_s[..., 0].mean()) * len(stages) / sum(stages)
         last = len(groups)
-        edges: list[int] = []  # where groups have at most half the chunks of those before
+        edges: list[int] = []  # where groups begin with at most half the chunks of those before
         for i, group in enumerate(groups):
             if 2 * len(group) <= len(groups[edges[-1] if edges else 0]):
                 edges.append(i)
@@ -308,10 +315,10 @@ class _Cut:
             kinds = kinds_of([groups[i] for i in own], len(stages))
             return kinds, loads_of(self.one_pipeline(own), batch.memory, kinds, spare_bytes)
 
-        found: dict[int, tuple[float, list[Pipeline]]] = {0: (0.0, [])}  # of the first groups
+        found: dict[int, tuple[float, list[Pipeline]]] = {0: (0.0, [])}
         whole = kinds_and_loads(range(last))
         bound_s = ends_s + layer_s * whole[1].least_sum
-        # one pipeline comes last where others may be better: to choose its layers takes longest
+        # the single pipeline, whose layers take longest to choose, comes last if others may win
         stretches.insert(0 if bound_s <= 2 * ends_s else len(stretches), (0, last))
         for start, stop in stretches:
             if start not in found:
@@ -343,7 +350,7 @@ def in_a_row(
     regathers: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
-    """Token-level 1F1B of each pipeline, one after the other."""
+    """Return the plan of pipelines in token-level 1F1B, one after the other."""
     numbered, num_stages = number_chunks(groups), len(stages)
     cells: list[list[Action]] = [[] for _ in stages]
     for own, layers in pipelines:
@@ -359,40 +366,44 @@ def in_a_row(
 
 @dataclass(frozen=True)
 class Loads:
-    """Moments at which a stage of a pipeline may hold more bytes than it has room for.
+    """Memory pressure of a pipeline: the moments at which a stage may exceed its budget.
 
-    Diagonals of one kind recompute the same number of layers (`kinds_of`): G kinds, and moments
-    that are equal are one.
+    Each row is a moment, an action on a stage. Diagonals of one kind recompute the same number of
+    layers (`kinds_of`); G is the number of kinds. Equal moments are merged.
     """
 
     excess_bytes: Array
-    """(R,) Bytes above the room with nothing recomputed."""
+    """(R,) Bytes above the budget without recomputation."""
     saved_bytes: Array
-    """(R, G) Bytes less for each layer that a kind recomputes, of graphs that are there."""
+    """(R, G) Bytes saved per layer that a kind recomputes, over the graphs held at the moment."""
     again_bytes: Array
-    """(R,) Bytes more if the acting chunk recomputes: the layer at work in its backward."""
+    """(R,) Additional bytes if the running chunk recomputes: one layer's graph in its backward."""
     acting: Integers
-    """(R,) The kind of the chunk whose forward or backward runs."""
+    """(R,) Kind of the chunk whose forward or backward runs."""
     heights: Integers
-    """(R,) Layers of the stage, which recomputes no more of them."""
+    """(R,) Layers of the stage: the most that it can recompute."""
     counts: Integers
-    """(G,) Diagonals of each kind."""
+    """(G,) Number of diagonals of each kind."""
 
     def lacking_bytes(self, layers: Integers) -> Array:
-        """(R,) Bytes above the room with that many layers of each kind (G,) recomputed."""
+        """Return (R,): bytes above the budget if kinds recompute `layers` (G,) layers."""
         felt = np.minimum(layers, self.heights[:, None])  # (R, G)
         lacking: Array = self.excess_bytes - np.einsum("rd,rd->r", self.saved_bytes, felt)
         lacking += self.again_bytes * (layers[self.acting] > 0)
         return lacking
 
     def fit(self, layers: Integers) -> bool:
-        """Whether every stage has room all the time."""
+        """Whether each stage stays within its budget at all moments."""
         return bool(self.lacking_bytes(layers).max(initial=-inf) <= 0)
 
     @property
     def least_sum(self) -> float:
-        """Layers of which no choice has fewer, over all diagonals: those of moments with no graph
-        in common, each at the best rates of its own."""
+        """Lower bound on the recomputed layers over all diagonals.
+
+        A moment alone needs at least the layers that cover its excess at the most bytes per layer
+        first. Needs of moments whose graphs have no kind in common add up; the bound is the largest
+        such sum, by dynamic programming over the kinds.
+        """
         most = self.counts * self.heights[:, None]
         order = np.argsort(-self.saved_bytes / self.counts, axis=1)
         relief = np.take_along_axis(self.saved_bytes * self.heights[:, None], order, axis=1)
@@ -403,7 +414,7 @@ class Loads:
         felt, num_kinds = self.saved_bytes > 0, len(self.counts)
         starts, stops = felt.argmax(axis=1), num_kinds - felt[:, ::-1].argmax(axis=1)
         needed = map(np.interp, self.excess_bytes, relief, layers)
-        least = np.zeros(num_kinds + 1)  # of moments whose graphs are of the first kinds
+        least = np.zeros(num_kinds + 1)  # least[n]: of moments with graphs of the first n kinds
         rows = sorted(zip(stops.tolist(), starts.tolist(), needed, strict=True))
         at = 0
         for stop, start, count in rows:
@@ -413,7 +424,7 @@ class Loads:
         return float(least[at])
 
     def at(self, moments: NDArray[np.bool_]) -> Loads:
-        """These loads at some moments alone."""
+        """Return the rows of some moments."""
         return Loads(
             self.excess_bytes[moments], self.saved_bytes[moments], self.again_bytes[moments],
             self.acting[moments], self.heights[moments], self.counts,
@@ -421,9 +432,9 @@ class Loads:
 
 
 def kinds_of(groups: Groups, num_stages: int) -> Integers:
-    """(D,) the kind of each diagonal of a pipeline. Groups of equal chunks that follow each other
-    make equal diagonals once as many of them have begun as there are stages: these are of a kind,
-    so that the work of a choice does not grow with the number of equal sequences."""
+    """Return (D,): the kind of each diagonal of a pipeline. In a series of equal groups, diagonals
+    repeat from the group on before which as many equal ones lie as there are stages. Repeated
+    diagonals are of one kind, so that the work of a choice does not grow with their number."""
     places: dict[tuple[Any, ...], int] = {}
     kinds: list[int] = []
     before: tuple[int, ...] = ()
@@ -441,9 +452,9 @@ def kinds_of(groups: Groups, num_stages: int) -> Integers:
 def loads_of(
     plan: ChunkPlan, memory: PlanMemory, kinds: Integers | None = None, spare_bytes: int = 0
 ) -> Loads:
-    """The loads of a plan's only pipeline, which recomputes nothing, by the memory simulation. It
-    may be of some chunks alone: buffers are as large as all of them ask for. `kinds`: of its
-    diagonals; None: each is its own."""
+    """Return the memory pressure of a plan's only pipeline without recomputation, by the memory
+    simulation. Actions may cover only some of the plan's chunks; buffers are sized for all of them.
+    `kinds`: (D,) kinds of diagonals; None: each is its own. `spare_bytes`: margin to leave free."""
     backwards = np.array([a.chunk for a in plan.actions[0] if isinstance(a, Backward)])
     places, first = np.argsort(backwards), backwards.min()
     last, num_diagonals = len(plan.stages) - 1, len(backwards) + len(plan.stages) - 1
@@ -453,10 +464,10 @@ def loads_of(
     for stage, (height, actions) in enumerate(zip(plan.stages, plan.actions, strict=True)):
         cell = memory.cell(plan.stages, stage)
         means = np.cumsum(cell.graph_layers) / np.arange(1, height + 1)
-        layer_bytes = means.min() - cell.message  # of a token, at least, saved by each layer
-        alive = np.zeros(len(counts))  # bytes that a layer of each graph that is there would save
+        layer_bytes = means.min() - cell.message  # least bytes per token saved by each layer
+        alive = np.zeros(len(counts))  # bytes saved per layer, by kind, over graphs held now
         curve = memory.curve(plan, stage)
-        whole = curve.device[-1, _GRADIENTS] if first else 0  # of pipelines before
+        whole = curve.device[-1, _GRADIENTS] if first else 0  # an earlier pipeline made them
         for index, (action, parts) in enumerate(zip(actions, curve.device.tolist(), strict=True)):
             if not isinstance(action, Forward | Backward):
                 continue
@@ -471,26 +482,26 @@ def loads_of(
             lacks += made if first and is_backward else max(0, whole - parts[_GRADIENTS])
             others = alive
             if is_backward:
-                others = alive.copy()  # moments of now keep theirs
+                others = alive.copy()  # moments before keep the array `alive`
                 others[kind] = max(0.0, alive[kind] - own)
             top = max(0.0, *late) if made else max(0.0, added)
             start, moments = lacks - top, list[tuple[float, float, Array]]()
             if is_backward and stage == last:
-                # the loss runs before a layer recomputes, and is over when one is at work
+                # the loss runs before any layer recomputes, and its memory is free by then
                 loss = memory.loss_bytes(cell, tokens, backward=True)
                 at_work = tokens * (cell.working + cell.exchange * (plan.sp_size > 1))
                 if parts[PARTS.index("logits")]:
                     start = lacks - loss + at_work
                 moments = [(start - at_work + loss, 0.0, alive)]
             moments.append((start, more, alive))
-            # when the gradients are there, one layer of the graph is left, and then none
+            # when gradients are allocated, one layer of the graph is left, later none
             beside = zip(late, (own, 0.0), strict=True) if made and not first else ()
             for beyond, gone in beside:
                 moments.append((start + beyond, more - gone, others))
             if is_backward and not stage and (first or not made):
                 moments.append((start + added, 0.0, others))
             for lacks, more, saves in moments:
-                if lacks + more > 0:  # at other moments all fits in any case
+                if lacks + more > 0:  # other moments always fit
                     key = lacks, more, kind, height, saves.tobytes()
                     found[key] = lacks, saves.copy(), more, kind, height
             alive = others
@@ -503,13 +514,13 @@ def loads_of(
 
 
 def choose_layers(loads: Loads, exact: bool = False) -> Integers | None:
-    """(G,) the layers that the diagonals of each kind recompute so that every stage has room, of
-    least sum over all diagonals where `exact`; None: there are none.
+    """Return (G,): the layers that diagonals of each kind recompute so that each stage fits, or
+    None if no choice fits. With `exact` their sum over all diagonals is minimal.
 
-    Greedily: a layer more on the diagonals that relieve most for each of them, until no stage lacks
-    room; then fewer where later ones have made them needless. The better of two ways to weigh
-    relief: bytes, and shares of what a moment lacks; of few diagonals, where a layer is a percent
-    of a step, also without each of them.
+    The greedy choice adds a layer to the kind that relieves most per diagonal until all stages fit,
+    then removes layers that later ones have made needless. Relief is measured in bytes, and as a
+    share of each moment's excess; the better result is taken. With few diagonals, where one layer
+    is a percent of a step, it is also run with each kind excluded in turn.
     """
     found = _least_layers(loads) if exact and len(loads.heights) else None
     if found is None:
@@ -529,14 +540,14 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
     lacking = loads.lacking_bytes(layers)
     columns = np.ascontiguousarray(loads.saved_bytes.T)
     reliefs, gains = np.zeros_like(loads.saved_bytes), np.zeros(len(layers))
-    """(R, G) relief of one layer more on a kind of diagonals, and (G,) its sums, per diagonal."""
+    """(R, G) relief of each moment by one more layer of a kind; (G,) its sum per diagonal."""
     felt = loads.saved_bytes > 0
     felt[np.arange(len(lacking)), loads.acting] = True
     firsts, ends = felt.argmax(axis=1), len(layers) - felt[:, ::-1].argmax(axis=1)
     felt = np.ascontiguousarray(felt.T)
 
     def weigh(touched: NDArray[np.bool_]) -> None:
-        """Weigh anew what is left of some moments, and the sums that they are part of."""
+        """Update the relief of moments that still lack bytes, and `gains` that include them."""
         rows = np.flatnonzero(touched & (is_weighed | (lacking > 0)))
         if not len(rows):
             return
@@ -544,7 +555,7 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
         lacks, acting = np.maximum(lacking[rows, None], 0.0), loads.acting[rows]
         relief = loads.saved_bytes[rows, first:end]
         relief *= layers[first:end] < loads.heights[rows, None]
-        # who recomputes for the first time needs bytes for it
+        # the first recomputed layer of a kind needs bytes in its own backward
         acts = np.arange(len(rows)), acting - first
         own, more = relief[acts], np.where(layers[acting] > 0, 0.0, loads.again_bytes[rows])
         np.minimum(relief, lacks, out=relief)
@@ -563,7 +574,8 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
             return None
         gain, gains[chosen] = gains[chosen], 0.0
         is_first, saved = not layers[chosen], columns[chosen]
-        # the others' gains fall, too, but where one that recomputes for the first time needs bytes
+        # other gains only fall meanwhile (unless a first recomputed layer needs bytes), so layers
+        # are added to this kind until its gain is below the next one, without updating the others
         least, gains[chosen] = gains.max() * loads.counts[chosen], gain
         while True:
             lacking -= saved * (layers[chosen] < loads.heights)
@@ -571,7 +583,7 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
             if is_first or lacking.max(initial=-inf) <= 0:
                 lacking += loads.again_bytes * (loads.acting == chosen) * is_first
                 break
-            # by now it recomputes anyway, so that a layer more needs no bytes for it
+            # it recomputes already, so one more layer needs no additional bytes
             lacks = np.maximum(lacking, 0.0)
             relief = np.minimum(saved * (layers[chosen] < loads.heights), lacks)
             if by_shares:
@@ -590,10 +602,10 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
 
 
 def _least_layers(loads: Loads) -> Integers | None:
-    """The layers of least sum (Eq. 20) by one integer program; None where the solver has none.
+    """Return the layers of least sum (Eq. 20) by one integer program; None if the solver fails.
 
-    Variables: the layers of each diagonal, as a sum of one integer per level of the stages'
-    heights, of which a stage feels those up to its own; and whether the diagonal has any.
+    Variables per diagonal: its layers, as a sum of one integer per distinct stage height (a stage
+    counts the levels up to its own height); and whether it has any.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # half a second to import
 
@@ -605,7 +617,7 @@ def _least_layers(loads: Loads) -> Integers | None:
     felt = [loads.saved_bytes * (top <= loads.heights[:, None]) for top in tops]
     scale = np.maximum(loads.saved_bytes.max(axis=1, keepdims=True), 1.0)
     room = LinearConstraint(np.hstack([*felt, -again]) / scale, lb=loads.excess_bytes / scale[:, 0])
-    # a level of a diagonal is used only if the diagonal is
+    # a diagonal's levels may be positive only if the diagonal recomputes
     eye = np.eye(num_diagonals)
     linked = np.hstack([np.kron(-np.eye(len(tops)), eye), np.kron(most, eye).T])
     found = milp(
@@ -624,25 +636,25 @@ def _least_layers(loads: Loads) -> Integers | None:
 
 @dataclass(frozen=True, slots=True)
 class SliceWork:
-    """Coefficients of work: tokens up to x of a sequence take quadratic * x^2 + linear * x (Eq. 1,
-    one stage)."""
+    """Coefficients of work: the first x tokens of a sequence take quadratic * x^2 + linear * x
+    (Eq. 1, for one stage)."""
 
     quadratic: float
     linear: float
 
     def of(self, start: int, stop: int) -> float:
-        """Work of the tokens [start, stop) of a sequence."""
+        """Return the work of tokens [start, stop) of a sequence."""
         return self.quadratic * (stop**2 - start**2) + self.linear * (stop - start)
 
 
 def cut_and_pack(
     seq_lens: Sequence[int], num_slices: int, work: SliceWork, step: int = 1
 ) -> list[list[Chunk]]:
-    """Groups of chunks, those of most chunks first, then those of most tokens.
+    """Return groups of chunks, sorted by falling number of chunks, then of tokens.
 
-    A group is the pieces of one sequence longer than the mesh's first slice, the last of them with
-    short sequences behind it where they fit, or one chunk of short sequences. The longest sequence
-    becomes `num_slices` chunks (fewer if it has fewer tokens), cut at multiples of `step`.
+    A group is the pieces of one sequence longer than the mesh's first slice, with short sequences
+    after the last piece as far as they fit, or one chunk of short sequences. The longest sequence
+    is cut into `num_slices` chunks (fewer if it has fewer tokens) at multiples of `step`.
     """
     refuse_unusable(seq_lens)
     longest = max(seq_lens)
@@ -670,7 +682,7 @@ def cut_and_pack(
 
 
 def cut(seq_id: int, seq_len: int, mesh: Sequence[int]) -> list[Slice]:
-    """Slices of the mesh's sizes while tokens remain behind them, and the tail."""
+    """Cut a sequence by the mesh; its last slice is the rest, or a whole one if the mesh fits."""
     bounds = takewhile(lambda bound: bound < seq_len, accumulate(mesh, initial=0))
     return [Slice(seq_id, start, stop) for start, stop in pairwise([*bounds, seq_len])]
 
@@ -684,12 +696,12 @@ def pack_balanced(
     most_work: float,
     max_growth: float = MAX_GROWTH,
 ) -> list[list[int]]:
-    """The seq_ids of the short sequences behind each tail, then of those in each new bucket.
+    """Return the seq_ids of short sequences packed after each tail, then in each new bucket.
 
-    `short`: tokens by seq_id, none above `most_tokens`; `tails`: (tokens, work) of buckets that are
-    begun. Longest first, each goes to the bucket of least work per token that has room for its
-    tokens and for its work; where none has, `most_work` grows by as little as one needs, up to
-    `max_growth` times its first value, beyond which a bucket is opened.
+    Longest first, each sequence goes to the bucket of least work per token that has room for its
+    tokens and its work. If none has, `most_work` grows to the least that makes room, but at most by
+    a factor of `max_growth`; beyond that a bucket is opened. `short`: seq_id -> tokens, at most
+    `most_tokens`; `tails`: (tokens, work) of partly filled buckets.
     """
     limit = max_growth * most_work
     tokens, loads = [n for n, _ in tails], [own for _, own in tails]
@@ -716,9 +728,9 @@ def pack_balanced(
 def fit_work(
     model: CostModel, longest: int, num_slices: int, stages: tuple[int, ...], sp_size: int = 1
 ) -> SliceWork:
-    """The paper's a1 and a2 for the slowest stage, forward and backward together, from equal pieces
-    of a sequence of `longest` tokens, about `num_slices` of them: efficiencies depend on their
-    size. What a chunk costs however few its tokens is fitted too and left out."""
+    """Fit the paper's a1 and a2 to forward and backward of the slowest stage, on equal pieces of a
+    sequence of `longest` tokens. There are about `num_slices` pieces, since efficiency depends on
+    their size. A fixed cost per chunk is fitted, too, and dropped."""
     from scipy.optimize import nnls  # half a second to import
 
     slices = []
@@ -730,7 +742,7 @@ def fit_work(
     seconds = seconds[seconds.sum(axis=1).argmax()]  # (K,)
     terms = np.array([(s.stop**2 - s.start**2, s.num_tokens, 1) for s in slices], dtype=float)
     scale = terms.max(axis=0)
-    # errors count relative to the piece's own time
+    # minimize relative errors
     found, _ = nnls(terms / scale / seconds[:, None], np.ones_like(seconds))
     quadratic, linear, _ = (found / scale).tolist()
     return SliceWork(quadratic, linear) if quadratic or linear else SliceWork(0.0, 1.0)

@@ -1,37 +1,40 @@
-"""Orders of actions, and the plans that they make of groups of chunks.
+"""Orders of actions (schedules), and plan builders that apply them to groups of chunks.
 
-Chunk-first is ChunkFlow's Algorithm 2 (planners/chunkflow.py) for one group after another, each
-through all stages and back. So is layer-first where weights are kept.
+A group is the chunks of one sequence, or one packed chunk.
 
-Layer-first: one stage for all chunks of a group, then the next. All stages are on one rank (or one
-sp group), so nothing is sent. Between forward and backward a cell keeps its stage input; K,V live
-for one stage at a time, and are rebuilt when the backward comes to it. The last stage turns around
-on the spot: its K,V are still there, and it alone may retain graphs, which any other stage would
-hold through all stages behind it. With one stage this is SeCO's walk, with one layer per stage
-FPDT's. In between, a stage of h of L layers holds L/h hidden states and h layers of K,V with their
-gradients per token: the peak is lowest near h = sqrt(L * hidden bytes / K,V bytes per layer).
+Chunk-first: ChunkFlow's Algorithm 2 (planners/chunkflow.py), group after group, each forward and
+backward through all stages. Layer-first, too, finishes one group before the next, unless `reshard`.
 
-With `reshard` layer-first takes each stage for all groups before the next, so that processes that
-share weights gather those of a stage once on the way there and once on the way back, however many
-chunks there are. The price is the hidden states of the whole batch at every stage. Of four stages,
-each of which is gathered while the one before it runs, with at most two whole at a time:
+Layer-first: one stage for all chunks of a group, then the next stage. All stages are on one rank,
+so nothing is sent. Between forward and backward a cell keeps its stage input. K,V are stored for
+one stage at a time and rebuilt when the backward reaches it. At the last stage the backward follows
+the forward at once, so its K,V are still there. Only this stage may retain graphs; any other one
+would hold them while all later stages run. With one stage this is SeCO's order, with one layer per
+stage FPDT's. In between, stages of h of L layers hold L/h hidden states and h layers of K,V with
+their gradients per token: the peak is lowest near h = sqrt(L * hidden bytes / K,V bytes per layer).
+
+With `reshard`, layer-first runs each stage for all groups before the next. Processes that share
+weights then gather a stage once in the forward and once in the backward, however many chunks there
+are, at the price of the whole batch's hidden states at each stage. Four stages, each gathered (U)
+while the one before it runs and freed (/) so that at most two are whole at a time:
 
     U0 U1 F.0 | /0 U2 F.1 | /1 U3 F.2 | F.3 B.3 reduce 3 | /3 U1 B.2 reduce 2 | /2 U0 B.1 ...
 
-State-aware 1F1B (planners/chunkflow.py): where every group is one chunk this is plain 1F1B, the
-order of Megatron-LM. Data dependencies never close a circle, and neighbours agree on the order of
-messages per direction, so a Send that does not wait and a queue per direction are all it needs.
+State-aware 1F1B (planners/chunkflow.py): plain 1F1B as in Megatron-LM if each group is one chunk.
+Data dependencies have no cycle, and neighbours agree on the order of messages per direction, so
+non-blocking sends and a queue per direction suffice.
 
 Token-level 1F1B: forwards in the order of the groups; backwards last in, first out within a group,
-first in, first out across groups. Stage s of P runs P - 1 - s + N - 1 forwards ahead, N chunks
-being the longest group, then one forward and one backward in turn. Every chunk keeps its graph; a
-stage holds those of at most P - 1 - s + N chunks, its window. Places start at 0.
+first in, first out across groups. With N chunks in the longest group, stage s of P runs
+P - 1 - s + N - 1 forwards ahead, then one forward and one backward in turn. All chunks keep their
+graphs; a stage holds at most P - 1 - s + N of them, its window.
 
-Two phases: F0 F1 F2 F3 | K0 K1 R2 B2 R1 B1 R0 B0 R3 B3 | reduce, for chunks 0 to 2 of one sequence,
-and 3. Between them live the K,V and what `keep` says of all sequences, but no graph.
+Two phases: F0 F1 F2 F3 | K0 K1 R2 B2 R1 B1 R0 B0 R3 B3 | reduce, where chunks 0 to 2 are one
+sequence. Between the phases K,V and the tensors named by `keep` are held for all chunks, but no
+graph.
 
-Replica d of plans with p ranks each becomes the ranks d * p and following. The replicas share the
-Reduce of each stage, which all ranks of that stage join, and under ZeRO-3 all passes.
+If a replica has p ranks, replica d becomes ranks d * p to d * p + p - 1 of the joined plan. All
+ranks of a stage join its Reduce, and under ZeRO-3 all passes.
 """
 
 from __future__ import annotations
@@ -83,11 +86,11 @@ def schedule_group(
     backward: bool = True,
     rebuilds: Collection[str] = ("input",),
 ) -> list[Action]:
-    """Actions for `chunks`: all pieces of one sequence in order, or one packed chunk.
+    """Return the actions of one stage for `chunks`, which are a group.
 
-    The last `num_retained` keep their whole graphs, the others what `keep` says; the first
-    `recompute_layers` layers of every graph keep only their input. `rebuilds`: what cells keep
-    without their K,V. Without backward nothing outlives its last reader, and none of this matters.
+    The last `num_retained` chunks keep their whole graphs, the others `keep`; the first
+    `recompute_layers` layers of each graph are checkpointed. `rebuilds`: keeps that drop K,V, which
+    are then rebuilt before the backwards. Without `backward` there are only forwards.
     """
     if not backward:
         return [Forward(chunk, stage, "input") for chunk in chunks]
@@ -96,8 +99,8 @@ def schedule_group(
     actions: list[Action] = [Forward(chunk, stage, keep) for chunk in dropped]
     actions += [Forward(chunk, stage, "all", recompute_layers) for chunk in retained]
     if keep in rebuilds:
-        # Every Backward reads the K,V of all earlier chunks, those of retained chunks too, so all
-        # that later chunks read is rebuilt first; the group's last chunk has no reader.
+        # Backwards read the K,V of all earlier chunks, the retained chunks' Backwards included, so
+        # K,V of all dropped chunks come first; the group's last chunk has no reader.
         actions += [RebuildKV(chunk, stage) for chunk in dropped if chunk != chunks[-1]]
     actions += [Backward(chunk, stage) for chunk in reversed(retained)]
     for chunk in reversed(dropped):
@@ -114,11 +117,12 @@ def walk_groups(
     backward: bool = True,
     only: Collection[int] | None = None,
 ) -> list[Action]:
-    """The actions of some groups on a rank that has all `stages`, the layers of each: every stage
-    for all groups before the next, but for the last one, which turns around group by group.
+    """Return the actions of groups, given by chunk indices, on a rank that has all stages: each
+    stage for all groups before the next; at the last stage each group's backward follows its
+    forward at once.
 
-    The first `frozen_stages`, with nothing to train in them or below, only run forward. `only`:
-    those stages alone, for the time of one stage of each kind.
+    `stages`: layers of each stage. The first `frozen_stages`, in which nothing is trained, only run
+    forward. `only`: restrict the actions to these stages (for estimates).
     """
     schedules: list[list[list[Action]]] = []
     for stage, height in enumerate(stages):
@@ -129,7 +133,7 @@ def walk_groups(
         if options.order == "layer-first" and stage < len(stages) - 1:
             num_retained, rebuilds = 0, ("input", "attention")
         elif options.order == "layer-first" and keep == "input":
-            keep = "kv"  # they are there until the backward, which comes next
+            keep = "kv"  # K,V are still stored, as the backward follows at once
         schedules.append([
             schedule_group(
                 chunks, num_retained=num_retained, keep=keep, stage=stage, rebuilds=rebuilds,
@@ -144,7 +148,7 @@ def walk_groups(
 
 
 def _there_and_back(schedules: Sequence[Sequence[Action]]) -> tuple[list[Action], list[Action]]:
-    """The forwards of all, and what follows them in each, the last one first."""
+    """Return the forwards of all schedules, and their other actions, the last schedule first."""
     ahead: list[Action] = [a for own in schedules for a in own if isinstance(a, Forward)]
     return ahead, [a for own in reversed(schedules) for a in own if not isinstance(a, Forward)]
 
@@ -164,11 +168,11 @@ def plan_1f1b(
     regathers: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
-    """A checked plan of any groups in state-aware 1F1B, in the order in which they are listed.
+    """Return a plan of groups in state-aware 1F1B, in the given order.
 
-    `stages`: layers per stage; rank s holds stage s. The first `frozen_stages`, with nothing to
-    train in them or below, only run forward; without backward all do. The others: see
-    `state_aware_lists`.
+    `stages`: layers per stage; rank s holds stage s. The first `frozen_stages`, in which nothing is
+    trained, only run forward; without `backward` all do. `checked`: whether `plan.check` runs.
+    Other arguments: see `state_aware_lists` and `assemble`.
     """
     numbered = number_chunks(groups)
     first = frozen_stages if backward else len(stages)
@@ -191,10 +195,10 @@ def state_aware_lists(
     recompute_layers: int = 0,
     frozen_stages: int = 0,
 ) -> list[list[Action]]:
-    """The list of every rank for groups whose chunks have the numbers `numbered`.
+    """Return the actions of each rank, with messages, in state-aware 1F1B.
 
-    Dropped chunks keep what `keep` says, the others recompute `recompute_layers` of each stage; the
-    first `frozen_stages` only run forward.
+    Groups have the chunk indices `numbered`; other arguments: see `schedule_group`. Whatever
+    follows a group's forwards runs in the place of its last chunk's backward in plain 1F1B.
     """
     lists = []
     for stage, height in enumerate(stages):
@@ -215,7 +219,7 @@ def state_aware_lists(
 def _interleave(
     forwards: Sequence[Action], bound: Iterable[Sequence[Action]], *, num_ahead: int
 ) -> list[Action]:
-    """`num_ahead` forwards, then the next one and what is bound to each place in turn."""
+    """Return `num_ahead` forwards, then in turn the next forward and one entry of `bound`."""
     cells = list(forwards[:num_ahead])
     for place, actions in enumerate(bound):
         cells += forwards[place + num_ahead : place + num_ahead + 1]
@@ -224,18 +228,18 @@ def _interleave(
 
 
 def number_chunks(groups: Groups) -> list[range]:
-    """The indices of each group's chunks when the groups' chunks are numbered one after another."""
+    """Return the chunk indices of each group, numbered group after group."""
     return [range(a, b) for a, b in pairwise(accumulate(map(len, groups), initial=0))]
 
 
 def with_messages(
     cells: Iterable[Action], stage: int, num_stages: int, frozen_stages: int = 0
 ) -> list[Action]:
-    """The list of rank `stage`: its cells, each with the messages from and to its neighbours.
+    """Return the actions of rank `stage`: its cells with messages from and to its neighbours.
 
     A message is received right before the cell that needs it and sent right after the cell that
-    makes it, so that both ends have the order of their cells. No gradient goes to one of the first
-    `frozen_stages`.
+    computes it, so both ends list messages in the order of their cells. No gradient is sent to the
+    first `frozen_stages`.
     """
     actions: list[Action] = []
     for action in cells:
@@ -265,10 +269,14 @@ def assemble(
     regathers: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
-    """The plan of every rank's list, checked unless told otherwise. `regathers`: each pass gathers
-    its layers' weights in its pool, and frees them. Each stage that has a Backward
-    is reduced. K,V that no later chunk reads are not built again: those of the last ones of
-    branches, and a group's chunks need not be pieces of one sequence."""
+    """Return the plan of each rank's actions (`lists`), with a Reduce of each stage that has a
+    Backward.
+
+    RebuildKV without a later reader is dropped: a last chunk of a branch has none, nor does a chunk
+    whose group is not pieces of one sequence. `reshard`: insert Unshard and Reshard, so that at
+    most two stages are whole. `regathers`: each pass gathers and frees its layers' weights within
+    its pool. `checked`: whether `plan.check` runs. Other arguments: see `ChunkPlan`.
+    """
     plan = ChunkPlan(
         tuple(seq_lens), tuple(chunk for group in groups for chunk in group), tuple(stages), (),
         offload, sp_size, frozen_stages=frozen_stages, two_phases=two_phases,
@@ -285,7 +293,7 @@ def assemble(
 
 
 def _with_reduces(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """The actions, and a Reduce of each stage behind all gradients that it makes."""
+    """Insert a Reduce of each stage after its last Backward and last Send of a gradient."""
     last = {
         action.stage: place
         for place, action in enumerate(actions)
@@ -299,8 +307,8 @@ def _with_reduces(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 
 def _with_loads(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """The actions, with the weights of a stage gathered one stage ahead of its use, and no more
-    than two stages whole at a time."""
+    """Insert an Unshard of each stage one stage ahead of its use, and a Reshard so that no more
+    than two stages are whole at a time."""
     runs = [(stage, list(own)) for stage, own in groupby(actions, key=attrgetter("stage"))]
     found: list[Action] = []
     whole: list[int] = []
@@ -324,12 +332,13 @@ def _with_loads(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 
 def stage_heights(num_layers: int, stage_layers: int) -> tuple[int, ...]:
-    """Layers per stage: as few stages as hold at most `stage_layers` each, of even height."""
+    """Return the layers of each stage: as few stages as possible of at most `stage_layers`, of even
+    height."""
     return even_heights(num_layers, -(-num_layers // stage_layers))
 
 
 def even_heights(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each of so many stages, the higher ones first."""
+    """Distribute layers evenly over stages, the higher stages first."""
     low, num_higher = divmod(num_layers, num_stages)
     return (low + 1,) * num_higher + (low,) * (num_stages - num_higher)
 
@@ -346,13 +355,13 @@ def plan_on_device(
     frozen_layers: int = 0,
     checked: bool = True,
 ) -> ChunkPlan:
-    """A checked plan for one device, or for one pool of `sp_size`; without backward a plan that
+    """Return a plan for one device, or for one pool of `sp_size` processes; without `backward` it
     only evaluates.
 
-    `groups`: other chunks than those that `options` make; `forks`: where sequences branch.
-    `frozen_layers`: first layers without a trained parameter in them or below, so that neither
-    recompute nor backward runs at stages of such layers alone. The last stage always has both, for
-    the loss is in its backward; so chunk-first, with all layers in one stage, leaves nothing out.
+    `groups`: chunks to use instead of those that `options` make; `forks`: branches of sequences.
+    `frozen_layers`: number of first layers in which nothing is trained. Stages of such layers run
+    no recompute and no backward, except the last stage, whose backward has the loss; chunk-first,
+    with one stage, thus leaves nothing out. `checked`: whether `plan.check` runs.
     """
     if options.reshard and options.order == "chunk-first":
         raise ConfigError(
@@ -378,12 +387,12 @@ def plan_on_device(
 
 
 def _count_frozen(stages: Sequence[int], frozen_layers: int) -> int:
-    """Stages, without the last one, that lie wholly within the first `frozen_layers`."""
+    """Count the stages, except the last, that lie within the first `frozen_layers`."""
     return sum(end <= frozen_layers for end in accumulate(stages[:-1]))
 
 
 def stages_of(num_layers: int, options: ChunkOptions) -> tuple[int, ...]:
-    """Layers of each stage."""
+    """Return the layers of each stage."""
     if options.order == "chunk-first":
         return (num_layers,)
     return stage_heights(num_layers, options.stage_layers or 1)
@@ -395,15 +404,15 @@ def seq1f1b_cells(
     stage: int,
     recompute_layers: Sequence[int] = (),
 ) -> list[Action]:
-    """The cells of one stage in order, for groups whose chunks have the numbers `numbered`.
+    """Return the cells of one stage in token-level 1F1B, for groups with chunk indices `numbered`.
 
-    `recompute_layers`: those of each chunk, in forward order (default none).
+    `recompute_layers`: checkpointed layers of each chunk, in forward order (default none).
     """
     chunks = [chunk for group in numbered for chunk in group]
     layers = recompute_layers or [0] * len(chunks)
     forwards = [Forward(c, stage, "all", count) for c, count in zip(chunks, layers, strict=True)]
     backwards = [(Backward(chunk, stage),) for group in numbered for chunk in reversed(group)]
-    # Seq1F1B; InfiniPipe's Eq. 7 counts one more
+    # as in Seq1F1B; InfiniPipe's Eq. 7 counts one more
     num_ahead = num_stages - 1 - stage + max(map(len, numbered)) - 1
     return _interleave(forwards, backwards, num_ahead=num_ahead)
 
@@ -411,13 +420,14 @@ def seq1f1b_cells(
 def recompute_on_diagonals(
     layers: Sequence[int], counts: Sequence[int], heights: Sequence[int]
 ) -> list[list[int]]:
-    """Values for recompute_layers[stage][chunk], equal along each diagonal of the schedule but for
-    stages that have fewer layers; `counts`: the chunks of each group, `heights`: those layers.
+    """Return recompute_layers[stage][chunk], equal along each diagonal of the schedule, up to the
+    layers of the stage (InfiniPipe, Eqs. 15 and 16).
 
-    `layers` has one value per diagonal, len(chunks) + len(heights) - 1 of them (InfiniPipe, Eq. 15
-    and 16). To recompute in one cell of a diagonal takes as long as in all of them.
+    Cells of one diagonal run at the same time on different stages, so recomputing in one of them
+    takes as long as in all of them. `layers`: one value for each of the num_chunks + num_stages - 1
+    diagonals; `counts`: chunks of each group; `heights`: layers of each stage.
     """
-    places: list[int] = []  # of each chunk in backward order (InfiniPipe's f2b)
+    places: list[int] = []  # position of each chunk in backward order (InfiniPipe's f2b)
     for count in counts:
         places += range(len(places) + count - 1, len(places) - 1, -1)
     last = len(heights) - 1
@@ -430,10 +440,11 @@ def recompute_on_diagonals(
 def plan_two_phases(
     seq_lens: Sequence[int], options: ChunkOptions, *, num_layers: int, forks: Forks | None = None
 ) -> ChunkPlan:
-    """A checked plan for one device whose loss stands between its forwards and its backwards.
+    """Return a checked plan for one device in two phases: the caller computes the loss between all
+    forwards and all backwards.
 
-    `forks`: where sequences branch. `num_retained` is as 0. Raises ConfigError for graphs that
-    should be kept, for samples and for layer-first.
+    `forks`: branches of sequences. `options.num_retained` is ignored. Raises ConfigError for
+    keep="all", sampling, reshard and layer-first.
     """
     require_two_phases(options)
     groups = group_chunks(seq_lens, options, forks)
@@ -450,7 +461,7 @@ def plan_two_phases(
 
 
 def require_two_phases(options: ChunkOptions) -> None:
-    """Raise ConfigError for options that two phases have not."""
+    """Raise ConfigError for options that two phases do not support."""
     if options.keep == "all":
         odd = (
             "keep",
@@ -486,12 +497,12 @@ def plan_replica(
     local_in: ModelShape | None = None,
     checked: bool = True,
 ) -> ChunkPlan:
-    """A plan of the chunks that `options` make, every slice shared by all `sp_size` processes of a
-    pool, or with the shape `local_in` of a model whole sequences on one process as far as its work
-    then balances. It is checked unless told otherwise: a search makes plans that nobody runs.
+    """Return the plan of one replica, with chunks by `options`.
 
-    `stages`: layers of each stage of a pipeline, which is walked in state-aware 1F1B; without one
-    the order is that of `options`. `frozen_layers`, `forks`: as for `plan_on_device`.
+    Each slice is sharded over all `sp_size` processes of the pool or, if `local_in` is given, whole
+    sequences stay on one process as far as FLOPs of that model shape are balanced. `stages`: layers
+    of each stage of a pipeline, which runs state-aware 1F1B; without a pipeline the order is that
+    of `options`. Other arguments: see `plan_on_device`.
     """
     groups = group_chunks(seq_lens, options, forks)
     if local_in is None:
@@ -518,14 +529,13 @@ def join_replicas(
     *,
     checked: bool = True,
 ) -> ChunkPlan:
-    """A plan of the global batch `seq_lens`, checked unless told otherwise.
+    """Return the plan of the global batch `seq_lens`, joined from the plans of its replicas.
 
-    `plans[d]` is the plan of replica d for the sequences `seq_ids[d]` of the batch, numbered from 0
-    in that order. All have the same stages, as many of them frozen, and the same ranks, sp_size and
-    offload; where one gathers weights with every pass, their passes must be equal. A replica
-    without sequences has the plan of a dummy (`idle_plan`).
-    Raises ConfigError where there is no sequence and for plans of other layouts, ValueError for
-    plans that do not belong to the sequences, and PlanError for unequal passes.
+    plans[d] is the plan of replica d for the sequences seq_ids[d], which it numbers from 0. All
+    have the same stages, frozen stages, number of ranks, sp_size and offload; if passes gather
+    weights from all replicas, they must run equal passes. A replica without sequences has a dummy
+    plan (`idle_plan`). Raises ConfigError if there is no sequence or layouts differ, ValueError if
+    a plan does not belong to its sequences, PlanError for unequal passes.
     """
     refuse_idle(len(seq_lens), sum(bool(plan.seq_lens) for plan in plans))
     first = plans[0]
@@ -572,11 +582,11 @@ def join_kept(
     *,
     checked: bool = True,
 ) -> ChunkPlan:
-    """The plan of a run's batch, in which weights are kept for the step: `join_replicas`, with
-    dummies for replicas without a plan.
+    """Return `join_replicas` with dummy plans up to `num_replicas`, and with weights gathered
+    before the first chunk unless the plans gather them themselves.
 
-    Weights are gathered before the first chunk: a replica meets the others then only where
-    gradients are added up, and one that fails in between can tell them.
+    In between, replicas then run no collective until gradients are reduced, so that one which fails
+    can notify the others.
     """
     num_idle = num_replicas - len(plans)
     some = [*plans, *[idle_plan(plans[0])] * num_idle]
@@ -585,8 +595,8 @@ def join_kept(
 
 
 def gathered_first(plan: ChunkPlan) -> ChunkPlan:
-    """The plan in which each rank first gathers the weights of its stages, unless it says when it
-    does, or its passes gather them."""
+    """Return the plan with an Unshard of each rank's stages first, unless it has Unshards or its
+    passes gather weights."""
     if plan.regathers or any(isinstance(action, Unshard) for own in plan.actions for action in own):
         return plan
     lists = zip(plan.held, plan.actions, strict=True)
@@ -596,8 +606,8 @@ def gathered_first(plan: ChunkPlan) -> ChunkPlan:
 
 
 def idle_plan(like: ChunkPlan) -> ChunkPlan:
-    """The plan of a replica without sequences, beside one with the plan `like`: it takes one token
-    of no sequence through all stages, so that its processes meet the others' collectives."""
+    """Return the plan of a replica without sequences, for use with replicas with plan `like`. One
+    token of no sequence passes all stages, so that its processes join all collectives."""
     trained = any(isinstance(action, Backward) for listed in like.actions for action in listed)
     frozen = like.frozen_stages if trained else len(like.stages)
     if len(like.actions) == 1:
@@ -619,8 +629,8 @@ def _layout(plan: ChunkPlan) -> dict[str, object]:
 
 
 def _moved(action: Action, chunks: int, ranks: int) -> Action:
-    """The action with its chunk's number and its peer raised by so many. (`replace` would take
-    half of the time in which replicas are joined.)"""
+    """Return the action with offsets added to its chunk and its peer. (`dataclasses.replace` would
+    take half of the time of joining replicas.)"""
     match action:
         case Send(payload, chunk, stage, peer) | Recv(payload, chunk, stage, peer):
             return type(action)(payload, chunk + chunks, stage, peer + ranks)
