@@ -1,16 +1,16 @@
-"""Plans of chunks, as candidates of a search: all values of the options that may be worth a try.
+"""Candidates of a search: all chunk options that may be worth a try, with estimates.
 
-    for candidate in chunks(question, layout):          # rising in candidate.estimate_s
+    for candidate in chunks(question, layout):          # ascending in candidate.estimate_s
         candidate.options, candidate.plan_of(seq_lens)
 
-Each has closed forms: `TimeEstimate`, about the seconds of its walk, and `ByteBound`, the least
-bytes of the longest sequence. Options that are given hold. What is left out needs as much memory as
-another candidate and takes more time, or has more cells than can be walked. Where whole graphs fit
-chunk-first they are not offered layer-first, which computes as much and hides as much of gathers
-and reduces beside it: it only has dK,dV of fewer layers at a time.
+Each candidate has two closed forms: `TimeEstimate`, an estimate of its seconds, and `ByteBound`, a
+lower bound on the bytes of the longest sequence. Options that the user has given are fixed.
+Options are skipped if they are dominated (another candidate takes less time and no more memory), or
+if they have more cells than can be simulated. If whole graphs fit chunk-first, they are not offered
+layer-first, which computes and overlaps as much, and only holds dK,dV of fewer layers at a time.
 
-Where the given options sample, seconds are those of a draw, which is the same for all candidates;
-but memory must hold the exact plan, for any draw may be of all chunks.
+With sampling, seconds are those of one draw, the same for all candidates; but memory must hold the
+exact plan, since any draw may include all chunks.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ from furlong.simulate.predict import Needs, most_of, needs_of
 from furlong.units import count_words
 
 CHUNKS = "chunks"
-"""The name of the plans of options that no published system has fixed."""
+"""Name of plans with free chunk options, as opposed to those of a published system."""
 LARGEST_CHUNK = 65_536
 _FEW_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20, 24)
-"""Numbers of chunks of a replica's step of which one more or less is worth a look."""
+"""Numbers of chunks per replica and step for which evenly cutting sizes are tried."""
 _RETAINED = (2, 4, 6, 8, 16, 64, 256)
-"""Numbers of retained chunks beside one; ChunkFlow's own are among them."""
+"""Numbers of retained chunks that are tried besides 1, including those of ChunkFlow."""
 _FILLED = 0.97
 """Share of a chunk that packed sequences fill."""
 PAIRS = "two phases"
-"""The name of the plans of a pair of sequences in each call."""
+"""Name of plans with a pair of sequences in each call."""
 KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
-"""The keeps without a graph, of which the first takes least work and the last least memory."""
+"""Keeps without a graph, with rising work and falling memory."""
 
 
 def chunks(
     question: Question, layout: Layout, method: str = CHUNKS, **fixed: Any
 ) -> Iterator[Candidate]:
-    """The plans of chunks in a layout, as of the `method` that has the options `fixed`; none where
-    another value of one of them is given."""
+    """Yield candidates with chunk options in a layout. `method`: a published system, whose options
+    are `fixed`; nothing is yielded if the user has given another value for one of them."""
     if any(question.options.get(name, value) != value for name, value in fixed.items()):
         return
     space = Space(replace(question, given={**question.given, **fixed}), layout)
@@ -107,7 +107,7 @@ def chunks(
                 space.model, shard(groups, layout.sp), sp_size=layout.sp, stages=space.stages,
                 num_steps=len(busiest) / max(1.0, question.share),
             )  # fmt: skip
-            # nothing runs again, so all other options with this size take longer
+            # without recomputation: a lower bound for all options with this size
             fastest_s = question.share * estimate.seconds(ChunkOptions(size=size, keep="all"))
         for options, needs in least.items():
             about_s = fastest_s
@@ -121,12 +121,12 @@ def chunks(
 
 
 def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """Plans in two phases of a pair of sequences in each call, the fastest first.
+    """Yield candidates in two phases, with a pair of sequences in each call, the fastest first.
 
-    Between the phases lives what the chunks of both sequences keep: `attention` runs no attention
-    again, `kv` all of it once more, `input` every forward, and memory falls in this order whatever
-    the lengths are. All are timed and walked, for there are few. A prompt of a chunk or more is
-    planned once, as a run shares it: which call needs most depends on the size of chunks.
+    Between the phases memory holds the kept tensors of both sequences. From `attention`
+    (recomputes no attention) over `kv` (recomputes attention) to `input` (recomputes all forwards)
+    memory falls, whatever the lengths are. All candidates are simulated, as there are few. A shared
+    prompt of a chunk or more is planned once, so the call that needs most depends on chunk size.
     """
     space, given, found = Space(question, layout), question.options, []
     model, num_layers = space.model, space.model.shape.num_layers
@@ -155,9 +155,9 @@ def _plan_call(question: Question, options: ChunkOptions, seq_lens: Sequence[int
 
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:
-    """Bounds of the bytes of a device: of the longest sequence and, where a step has more chunks,
-    of another one; of a pipeline those of the first and the last stage; where stages are taken for
-    the whole batch of the replica with the longest sequence and of that with most tokens."""
+    """Return lower bounds on the bytes of a device: for the longest sequence and, if a step has
+    more chunks, another one; in a pipeline for the first and the last stage; with `reshard` for the
+    whole batches of the replica with the longest sequence and of that with most tokens."""
     layout, stages = space.layout, space.stages
     if space.question.given.get("reshard") and not stages:
         replicas = space.whole or [space.lens(own) for step in space.dealt for own in step]
@@ -175,9 +175,8 @@ def bounds_of(space: Space, size: int) -> list[ByteBound]:
 
 
 def least_s(space: Space) -> float:
-    """Seconds below which no step of a layout gets, on average, however it cuts and places: all
-    tokens of the busiest replica in one chunk, at the efficiency of endless ones, and nothing
-    waited for."""
+    """Return a lower bound on the mean seconds of a step in a layout, for any chunks and places:
+    all tokens of the busiest replica in one chunk, at best efficiency and without any wait."""
     sp_size, hardware = space.layout.sp, space.model.hardware
     endless = {
         name: replace(getattr(hardware, name), half_tokens=0.0, square=1.0, packed=1.0)
@@ -197,10 +196,12 @@ def least_s(space: Space) -> float:
 
 
 def sizes(space: Space, step_tokens: int = 0) -> list[int]:
-    """Chunk sizes: the given one, or powers of two of tokens per process of a pool, up to one that
-    holds the longest sequence, or the `step_tokens` of the replica with most tokens; and those that
-    cut them evenly into few chunks: a rest takes nearly as long as a full one, and a chunk that no
-    step fills needs memory for nothing."""
+    """Return the chunk sizes to try: the given one, or two series.
+
+    Powers of two (tokens per process), up to one that holds the longest sequence or `step_tokens`,
+    the tokens of the replica with most. And sizes that cut `step_tokens` evenly into few chunks:
+    a short last chunk takes nearly as long as a full one, and a chunk that no step fills wastes
+    memory."""
     question, sp_size = space.question, space.layout.sp
     if "size" in question.given:
         return [question.given["size"]]
@@ -219,7 +220,7 @@ def sizes(space: Space, step_tokens: int = 0) -> list[int]:
 
 
 def options_of(space: Space, size: int) -> Iterator[ChunkOptions]:
-    """All options with chunks of one size that may be worth a try."""
+    """Yield all options with one chunk size that may be worth a try."""
     given, num_layers = space.question.options, space.model.shape.num_layers
     num_chunks = -(-space.question.longest // size)
     seen: set[ChunkOptions] = set()
@@ -239,9 +240,9 @@ def options_of(space: Space, size: int) -> Iterator[ChunkOptions]:
 
 
 def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
-    """Orders: chunk-first, then layer-first with stages of 1, 2, 4, ... layers. One stage of all
-    layers is chunk-first, but for keep=input, whose K,V it need not rebuild. A pipeline, with its
-    own stages, is chunk-first."""
+    """Yield option values of orders: chunk-first ({}), then layer-first with stages of 1, 2, 4, ...
+    and all layers. One stage of all layers equals chunk-first, except that keep="input" need not
+    rebuild K,V. A pipeline has its own stages and is chunk-first."""
     given, num_layers = space.question.options, space.model.shape.num_layers
     order, reshards = given.get("order"), given.get("reshard", False)
     if "stage_layers" in given or (reshards and not space.stages):
@@ -254,7 +255,7 @@ def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
         *(1 << bits for bits in range((num_layers - 1).bit_length())), num_layers
     ]  # fmt: skip
     if space.model.shape.whole or reshards:
-        # of weights that stay whole all layers, of those that are freed less
+        # all layers if weights are kept, fewer if weights of stages are freed
         heights = [height for height in heights if (height < num_layers) == reshards]
         if (space.model.shape.whole and reshards) or not heights:
             raise _not_in_stages(space, reshards)
@@ -285,8 +286,8 @@ def _not_in_stages(space: Space, reshards: bool) -> ConfigError:
 
 
 def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple[Keep, int]]:
-    """(keep, num_retained): a cell at a time has its graph anyway, so one is retained for nothing;
-    layer-first retains at the last stage, where more are worth little."""
+    """Yield (keep, num_retained). Retaining one chunk is free, since one cell at a time has its
+    graph anyway. Layer-first retains at the last stage only, where more gain little."""
     given = space.question.options
     numbers = [1] if layer_first else [1, *(n for n in _RETAINED if n < num_chunks)]
     if "num_retained" in given:
@@ -303,8 +304,9 @@ def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple
 def _offload(
     space: Space, options: ChunkOptions, num_chunks: int, stages: Sequence[int]
 ) -> Iterator[Offload]:
-    """The offload that is given; else none, or that of what is written and read least often:
-    attention, stage inputs, then K,V. Graphs stay: to recompute them moves fewer bytes."""
+    """Yield the given offload; otherwise none, then offloads of more and more kinds, those with
+    least traffic first: attention outputs, stage inputs, K,V. Graphs are not offloaded: recomputing
+    them moves fewer bytes."""
     given, lower = space.question.given, space.question.limits.offload_targets
     if "offload" in given:
         yield ChunkOptions(offload=given["offload"]).offloading
@@ -328,9 +330,10 @@ def _offload(
 
 
 def longest_step(space: Space, size: int) -> list[int]:
-    """The longest sequence, and as many tokens of others as may share its last chunk; in a pipeline
-    also chunks of others, which its first stages have begun by then. Without one as much once more,
-    if a step has it: that finds the gradients of all layers of what came before it."""
+    """Return the sequences of a worst step for memory: the longest one, and other tokens that may
+    share its last chunk; in a pipeline also chunks of others that its first stages have begun by
+    then. Without a pipeline, if the step has more tokens, another sequence, which runs with the
+    gradients of all layers in memory."""
     question, has_more = space.question, space.most_tokens > size
     longest, tokens = question.longest, question.tokens_per_step
     left = (-(-question.sequences_per_step // space.layout.dp) - 1) * longest
@@ -346,20 +349,20 @@ def longest_step(space: Space, size: int) -> list[int]:
 
 
 def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int], set[int]]:
-    """The first stage of each kind with the number of such stages, and the stages that a walk of
-    one of each kind has: also those behind them, which hand gradients back."""
+    """Return the first stage of each kind with the number of such stages, and the stages needed to
+    list the actions of one per kind: also the next stages, which send gradients back."""
     alike = first_alike(shape, stages)
-    # the first stage has token ids for an input, which nothing holds
+    # the first stage is a kind of its own: its inputs are token ids, which take no memory
     count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
     return count, {*count, *(stage + 1 for stage in count)}
 
 
 class TimeEstimate:
-    """Seconds of one set of chunks under any options with their size.
+    """Estimated seconds of one set of chunks under any options with their size.
 
-    Chunks of a group take the same passes but for the last one, which nobody reads, and those that
-    are retained. So a walk of two or three chunks tells the passes of all, and a sum of the cost
-    model's seconds of a pass for all chunks at once their time.
+    Chunks of a group run the same passes, except the last one, which has no reader, and the
+    retained ones. So the actions of two or three chunks list all kinds of passes, and their times
+    are sums of the cost model's seconds over all chunks.
     """
 
     def __init__(
@@ -371,8 +374,9 @@ class TimeEstimate:
         stages: tuple[int, ...] = (),
         num_steps: float = 1,
     ) -> None:
-        """`sp_size`: processes of the pool on whose places the slices are; `stages`: those of a
-        pipeline, which each of the `num_steps` fills and drains (below 1: of a larger step)."""
+        """`sp_size`: processes of the pool that all slices are sharded over. `stages`: layers of
+        each stage of a pipeline. `num_steps`: how often it is filled and drained (below 1: for a
+        part of a step)."""
         self._model, self._num_layers = model, model.shape.num_layers
         self._sp_size, self._stages, self._num_steps = sp_size, stages, num_steps
         behind = np.array([len(group) - 1 - i for group in groups for i in range(len(group))])
@@ -381,8 +385,8 @@ class TimeEstimate:
         chunks = [chunks[i] for i in order]
         self._group_sizes = np.array([len(group) for group in groups])
         self._behind = behind[order]
-        """Chunks behind each one in its group, ascending."""
-        # of the first process alone: all have the same part of every slice
+        """Number of chunks after each one in its group, ascending."""
+        # for one process: all have equal parts of each slice
         self._table = chunk_table(chunks, model.shape, 1, model.hardware.tile_tokens)
         self._tokens = sum(chunk.num_tokens for chunk in chunks) / sp_size
         self._prefix_tokens = sum(chunk.slices[0].start for chunk in chunks) / sp_size
@@ -390,18 +394,18 @@ class TimeEstimate:
         self._compute: dict[ChunkOptions, float] = {}
 
     def seconds(self, options: ChunkOptions) -> float:
-        """Seconds of the step, about: what computes, or what is copied if that is longer."""
+        """Return about the seconds of the step: the maximum of computation and copies."""
         on_device = replace(options, offload="none", sample=None)
         if on_device not in self._compute:
             self._compute[on_device] = self._compute_s(on_device)
         return max(self._compute[on_device], self._copies_s(options))
 
     def _compute_s(self, options: ChunkOptions) -> float:
-        """Seconds of all passes; of a pipeline those of its slowest stage, and those in which the
-        others fill and drain it."""
+        """Return the seconds of all passes; in a pipeline those of its slowest stage, and of
+        filling and draining."""
         shape, stages = self._model.shape, self._stages
         few = replace(options, num_retained=min(options.num_retained, 2))
-        some = range(2 if options.num_retained < 2 else 3)  # they take all passes that there are
+        some = range(2 if options.num_retained < 2 else 3)  # enough for all kinds of passes
         if stages:
             alike = first_alike(shape, stages)
             actions = [
@@ -420,11 +424,14 @@ class TimeEstimate:
         return float(sum(count * passes_s[stage].sum() for stage, count in counts.items()))
 
     def _filled_s(self, passes_s: Array) -> float:
-        """Seconds of a pipeline, of the forwards, backwards and other passes of all chunks at each
-        of its S stages (S, 3): those of the slowest stage, while the others fill and drain; or
-        those of the last, which waits for the forwards of each group. Beyond the first S of them,
-        which come at the pace of the slowest forwards, each waits for a backward of the group
-        before, too. What is recomputed waits for nothing."""
+        """Return the seconds of a pipeline of S stages.
+
+        `passes_s`: (S, 3) seconds of forwards, backwards and other passes of all chunks. The result
+        is the larger of two: the slowest stage's time with filling and draining by the others; and
+        the last stage's time with its waits for the forwards of each group. The first S forwards of
+        a group arrive at the pace of the slowest stage; each later one also waits for a backward of
+        the group before. Recomputation waits for nothing.
+        """
         num_chunks, num_groups = len(self._behind), len(self._group_sizes)
         forward_s = passes_s[:, 0] / num_chunks
         both_s = forward_s + passes_s[:, 1] / num_chunks
@@ -446,11 +453,11 @@ class TimeEstimate:
         stages: tuple[int, ...],
         options: ChunkOptions,
     ) -> dict[int, Array]:
-        """Seconds of each stage over all chunks, of forwards, backwards and other passes (3,),
-        where a walk of `some` has these actions."""
+        """Return, for each stage, (3,): seconds of forwards, backwards and other passes of all
+        chunks, given the `actions` of chunks `some` of one group."""
         pieces = tuple(Chunk((Slice(0, i, i + 1),)) for i in some)
         plan = ChunkPlan((len(some),), pieces, stages, (tuple(actions),))
-        # of the chunks by those behind them: the last ones of groups, the retained ones, the others
+        # chunks are sorted by the number after them: last of a group, retained, others
         ends = np.searchsorted(self._behind, (0, 1, max(1, options.num_retained), inf)).tolist()
         firsts = {some[-1]: 0, some[-2]: 1, 0: 2}
         total: dict[int, Array] = defaultdict(lambda: np.zeros(3))
@@ -465,7 +472,7 @@ class TimeEstimate:
         return total
 
     def _sums_of(self, stages: tuple[int, ...], stage: int, part: PassPart) -> list[float]:
-        """Seconds of a part of a pass for the first n chunks, by n."""
+        """Return prefix sums over chunks of the seconds of one part of a pass."""
         key = stages, stage, part
         if key not in self._sums:
             own = self._model.stage_seconds(
@@ -476,7 +483,8 @@ class TimeEstimate:
         return self._sums[key]
 
     def _copies_s(self, options: ChunkOptions) -> float:
-        """Least seconds of the busiest link in its busier direction; operations take none."""
+        """Return a lower bound on the seconds of the busiest link in its busier direction, without
+        latencies."""
         cell = self._model.memory().cell((self._num_layers,), 0)
         layers = self._num_layers / max(1, len(self._stages))
         num_stages = len(stages_of(self._num_layers, options))
@@ -510,9 +518,12 @@ class TimeEstimate:
 
 
 class ByteBound:
-    """Least bytes of the longest sequence alone, in chunks of one size: those at the first backward
-    of the last stage, when everything that the forward has kept is there; at the next one, when its
-    gradients are; and at the first stage's, when all are."""
+    """Lower bound on the bytes of the longest sequence alone, in chunks of one size.
+
+    It is the maximum over a few moments: the last stage's first backward, when all kept tensors are
+    in memory; its next backward, when its gradients are, too; and the first stage's backward, when
+    gradients of all stages are.
+    """
 
     def __init__(
         self,
@@ -528,10 +539,10 @@ class ByteBound:
         beside_tokens: int = 0,
         has_gradients: bool = False,
     ) -> None:
-        """`others`: tokens of short sequences that share the last chunk; `stage`: that of the
-        device among the `stages` of a pipeline; `ahead_tokens`: those of chunks of other sequences
-        that it has begun meanwhile, `beside_tokens`: of the replica's step where a stage is taken
-        for all of it; `has_gradients`: those of a chunk before are there."""
+        """`others`: tokens of short sequences that share the last chunk; `stage`: the device's
+        stage in a pipeline of `stages`; `ahead_tokens`: tokens of other sequences whose chunks it
+        has begun by then; `beside_tokens`: other tokens of the replica's step if each stage runs
+        for all of it (`reshard`); `has_gradients`: an earlier chunk has made all gradients."""
         memory, shape, sp_size = model.memory(), model.shape, layout.sp
         self._memory, self._size = memory, max(1, size // sp_size)
         self._stages, self._stage, self._ahead_tokens = stages, stage, ahead_tokens
@@ -552,7 +563,7 @@ class ByteBound:
         self._attends = tuple(layer.attends for layer in shape.layers[first:][: self._num_layers])
         """Whether each layer has attention."""
         self._kinds: dict[int, Counter[int | None]] = {}
-        """By number of last layers, how many of these have attention with each window."""
+        """Number of last layers -> {window: number of them that have attention with it}."""
         self._weights = partial(RankWeights, model.training, shape, group_size=group_size)
         held = self._weights(stages=own, held=frozenset((stage,)))
         self._host_bytes = float(held.host_bytes * held.is_away)
@@ -562,17 +573,17 @@ class ByteBound:
         self._static_bytes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         kv_layer = self._cell((self._num_layers,)).kv_layer
         self._segment = segment_tokens(kv_layer, memory.device_type, True)
-        """Tokens of a segment where K,V are offloaded."""
+        """Tokens of a segment of offloaded K,V."""
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:
-        """The cells of the last of these stages, or of a pipeline's."""
+        """Return the cell sizes of the last of these stages, or of the device's pipeline stage."""
         if stages not in self._cells:
             whole, stage = (self._stages, self._stage) if self._stages else (stages, -1)
             self._cells[stages] = self._memory.cell(whole, stage % len(whole))
         return self._cells[stages]
 
     def _gradients(self, stages: tuple[int, ...], stage: int) -> list[float]:
-        """Those that the first Backward of a stage makes."""
+        """Return the bytes of gradients that the first Backward of a stage allocates."""
         key = stages, stage
         if key not in self._made:
             held = frozenset((stage,) if self._stages else range(len(stages)))
@@ -581,8 +592,8 @@ class ByteBound:
         return self._made[key]
 
     def _static(self, stages: tuple[int, ...], *whole: int) -> int:
-        """Bytes that are there all through, buffers of collectives among them; `whole`: the two
-        stages whose weights are, where others' are freed."""
+        """Return the bytes in use all the time, including buffers of collectives; `whole`: the two
+        stages whose weights are whole if those of others are freed."""
         key = stages, whole
         if key not in self._static_bytes:
             held = frozenset((self._stage,) if self._stages else range(len(stages)))
@@ -594,7 +605,7 @@ class ByteBound:
         return self._static_bytes[key]
 
     def needs(self, options: ChunkOptions) -> Needs:
-        """Bytes in each memory, of which no plan with these options needs less."""
+        """Return a lower bound on the bytes in each memory for plans with these options."""
         moments = [self._at(options, self._last, done=0)]
         if self._num_chunks > 1:
             moments.append(self._at(options, self._size, done=self._last))
@@ -606,7 +617,7 @@ class ByteBound:
             and self._stored >= 5 * segment
             and segment % self._size == 0
         ):
-            # a chunk at the border of two segments: its own gradients are there too
+            # a chunk at the border of two segments has one more segment of gradients on the device
             done = self._last + -(-2 * segment // self._size) * self._size
             moments.append(self._at(options, self._size, done=done, num_hot=NUM_HOT + 1))
         return most_of(moments)
@@ -614,8 +625,8 @@ class ByteBound:
     def _at(
         self, options: ChunkOptions, current: int, *, done: int, num_hot: int = NUM_HOT
     ) -> Needs:
-        """Bytes while the last stage's backward of a chunk of `current` tokens runs, when those of
-        `done` tokens have run."""
+        """Return the bytes during the last stage's backward of a chunk of `current` tokens, after
+        backwards of `done` tokens."""
         num_layers, tokens = self._num_layers, self._stored + self._last
         stages = stages_of(num_layers, options)
         cell, num_below = self._cell(stages), len(stages) - 1
@@ -645,7 +656,7 @@ class ByteBound:
             used[offload.graphs if num_retained > 0 else "none"] += graph_tokens * graph
             is_here = offload.graphs == "none" or num_retained <= 0
             if num_below:
-                # the inputs of cells whose graph is there are its leaves
+                # inputs of cells with a graph are its leaves
                 delivered = num_below * (tokens + self._beside_tokens)
                 used[offload.inputs] += (delivered - graph_tokens) * cell.message
                 used["none"] += graph_tokens * cell.message
@@ -670,7 +681,7 @@ class ByteBound:
         if offload.kv == "none":
             used["none"] += sent_back * cell.kv_gradient_layer
         else:
-            # the newest segments of gradients stay, others and those of K,V pass by
+            # the newest segments of gradients stay on the device; others and K,V stream through
             each, prefix = self._segment, tokens - done - current
             cold = max(0.0, sent_back - num_hot * height * each)
             used[offload.kv] += cold * cell.kv_gradient_layer
@@ -682,8 +693,8 @@ class ByteBound:
         return Needs(*map(int, used.values()))
 
     def _at_first_stage(self, options: ChunkOptions) -> Needs:
-        """Bytes in the first stage's backward of the last chunk but one, or of the only one, when
-        the gradients of all stages are there."""
+        """Return the bytes during the first stage's backward of the second to last chunk (or the
+        only one), when gradients of all stages are in memory."""
         stages, tokens = stages_of(self._num_layers, options), self._stored + self._last
         current, done = (self._size, self._last) if self._stored else (self._last, 0)
         cell, offload, height = self._memory.cell(stages, 0), options.offloading, stages[0]
@@ -708,8 +719,8 @@ class ByteBound:
         return Needs(*map(int, used.values()))
 
     def _stored_tokens(self, height: int, *, seen: bool = False, most: float = inf) -> float:
-        """Tokens times layers of the last `height` ones, at most so many in each; `seen`: only
-        those that the last chunk sees."""
+        """Return stored tokens summed over the last `height` layers, at most `most` in each;
+        `seen`: only tokens that the last chunk sees."""
         if height not in self._kinds:
             first = self._num_layers - height
             attending = zip(self._windows[first:], self._attends[first:], strict=True)

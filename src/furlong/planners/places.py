@@ -1,18 +1,19 @@
-"""Places: whole sequences in micro-batches, each on processes of its own of one pool; ours.
+"""Places: whole sequences in micro-batches, each on a sequence-parallel group of its own (ours).
 
-A sequence is on one process of a sequence-parallel group or on an aligned run of them, its place; a
-micro-batch runs on all processes at once, and is as slow as its slowest. Every number of
-checkpointed layers says how many tokens a process holds at a time, and so how many micro-batches
-there must be. These settings are tried by rising lower bound: first their starts (dual
-approximation, greedy), then the best of them are improved by tabu search.
+The place of a sequence is one process of a pool, or an aligned run of them. A micro-batch runs on
+all processes at once, and is as slow as its slowest. A setting is a number of checkpointed layers;
+it determines how many tokens a process can hold at a time, and so the least number of
+micro-batches. Settings are tried by ascending lower bound: first initial divisions (assignments of
+sequences to spots) are made, by dual approximation and greedily; then the best ones are improved by
+tabu search.
 
-FlexSP (Wang et al., ASPLOS 2025) and Megatron-Core's hybrid context parallelism choose places too:
-the one on disjoint groups per micro-batch, the other by length alone. Here each sequence's place is
-free, and all is priced by the cost model: loads add, and its `pass_seconds` prices them, for many
-ways to place a sequence at once.
+FlexSP (Wang et al., ASPLOS 2025) and Megatron-Core's hybrid context parallelism choose places, too:
+the former with disjoint groups per micro-batch, the latter by length alone. Here each sequence's
+place is free, and the cost model prices it: the loads (sums of work) of a process add up, and
+`pass_seconds` prices many ways to place a sequence at once.
 
     F sums of a load, K sequences, Z sizes of places, P parts of a step's passes,
-    M micro-batches, W processes, N sequences or divisions at a time
+    M micro-batches, W processes, N sequences that are moved in one call
 """
 
 from __future__ import annotations
@@ -51,23 +52,24 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.question import Candidate, Question
 
 _LARGEST_POOL = 128
-"""Devices of a pool on which whole sequences are placed: it takes minutes to place them on more."""
+"""Most devices of a pool: placing sequences on more takes minutes."""
 _NUM_IMPROVED = 8
-"""Starts, the best ones, that are improved a little; then the best of them goes on."""
+"""Number of best initial divisions that are improved by `_FEW_CHANGES`."""
 _MORE = 1.3
-"""Times the fewest micro-batches of a setting, with which it is started too."""
+"""Multiple of the fewest micro-batches that is tried as well."""
 _FEW_CHANGES = 60
 _NUM_CHANGES = 600
-"""Moves that it makes."""
+"""Number of moves that then improve the best one."""
 _NUM_CHANGES_OF_A_STEP = 20
-"""The same while a step runs: far more would make the steps wait, and gain a percent."""
+"""The same during training: many more would delay steps, and gain a percent."""
 _MOST_SPOTS = 2**18
-"""Most sequences times processes times micro-batches for which every spot of each is looked at,
+"""Most spots over all sequences (sequences * processes * micro-batches) for the greedy start,
 unless there is no other start."""
 
 
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """One for a pool of several devices on one stage: its plans fit by themselves."""
+    """Yield one candidate for a pool of several devices without a pipeline; its planner ensures
+    that plans fit."""
     if layout.pp > 1 or not 1 < layout.sp <= _LARGEST_POOL:
         return
     model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
@@ -89,11 +91,11 @@ def plan_places(
     budget_bytes: int | None = None,
     num_changes: int = _NUM_CHANGES,
 ) -> ChunkPlan:
-    """A checked plan of one rank, a pool of `pool_size` devices.
+    """Return a checked plan of one rank, a pool of `pool_size` devices.
 
-    `budget_bytes` of a device: None takes the hardware's. `num_changes`: how long improvement goes
-    on. Every number of checkpointed layers is tried.
-    Raises ConfigError where the longest sequence fits on no place.
+    `budget_bytes`: of a device; None: the machine's. `num_changes`: number of improving moves.
+    All numbers of checkpointed layers are tried. Raises ConfigError if the longest sequence does
+    not fit on any place.
     """
     refuse_unusable(seq_lens)
     batch = PoolBatch.of(seq_lens, model, pool_size)
@@ -111,8 +113,9 @@ def plan_places(
 
 
 def _starts(found: Iterable[Setting]) -> list[Division]:
-    """The starts of every setting whose bound is below the best of all, fastest first, with the
-    fewest micro-batches that have one and with more: smaller ones balance better."""
+    """Return initial divisions of all settings whose lower bound beats the best one, fastest first.
+    Each setting is tried with the fewest possible micro-batches, and with more, since smaller ones
+    balance better."""
     starts: list[Division] = []
     for setting in sorted(found, key=lambda setting: setting.least_s(setting.fewest)):
         last, is_first = len(setting.batch.seq_lens), True
@@ -129,10 +132,14 @@ def _starts(found: Iterable[Setting]) -> list[Division]:
 
 
 def starts_of(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> list[Division]:
-    """The best starts that every way to start has in a setting; improvement ends elsewhere from
-    each: one size for all, as static sequence parallelism has them; by dual approximation (Turek,
-    Ludwig, Tiwari 1994), for if no process may take longer than a target, or no place hold more
-    tokens, every sequence has a smallest place; greedily."""
+    """Return the two best initial divisions of each heuristic in a setting; tabu search ends in
+    different optima from each.
+
+    1. Places of one size for all, as in static sequence parallelism.
+    2. Dual approximation (Turek, Ludwig, Tiwari 1994): given a target for the seconds of a process,
+       or for its tokens, each sequence takes the smallest place within it.
+    3. Greedy.
+    """
     batch, alone_s = setting.batch, setting.alone_s
     lens, sizes = np.array(batch.seq_lens), np.array(batch.sizes)
     mean_s = alone_s[:, 0].sum() / (num_micro_batches * batch.pool_size)
@@ -153,24 +160,24 @@ def starts_of(setting: Setting, num_micro_batches: int, enough_s: float = inf) -
 
 
 TOKENS, GATHERED = range(2)
-"""Sums of a load that do not depend on sizes or windows: tokens, and tokens of which K,V come
-beyond the process's own part (`cost.memory.gathered_tokens`)."""
+"""Sums of a load that do not depend on sizes or windows: tokens, and tokens whose K,V are gathered
+in addition to the process's own (`cost.memory.gathered_tokens`)."""
 _NUM_PLAIN = 2
 _A_LITTLE = 1e-6
-"""Tokens of a process that has next to nothing to do."""
+"""Tokens of a process with next to no work, which shows its fixed costs."""
 
 
 @dataclass(frozen=True)
 class PoolBatch:
-    """Whole sequences that are to be placed in a pool."""
+    """Whole sequences to be placed in a pool."""
 
     seq_lens: tuple[int, ...]
     model: CostModel
     pool_size: int
     sizes: tuple[int, ...]
-    """Sizes of places, rising from 1."""
+    """Sizes of places, ascending from 1."""
     added: Array
-    """(K, Z, F) what each sequence adds to every process of a place of each size."""
+    """(K, Z, F): load that each sequence adds to each process of a place of each size."""
 
     @classmethod
     def of(cls, seq_lens: Sequence[int], model: CostModel, pool_size: int) -> PoolBatch:
@@ -198,15 +205,15 @@ class PoolBatch:
 
     @property
     def exchange_rows(self) -> slice:
-        """Sums of a load: tokens of the slices on the process's place of each size but 1. Numbers
-        of the slices on that of each size come before, and attended keys of these after."""
+        """Rows of a load with tokens of slices on places of each size but 1. Before them are the
+        numbers of slices on places of each size, after them their attended keys."""
         first = _NUM_PLAIN + len(self.sizes)
         return slice(first, first + len(self.sizes) - 1)
 
     @cached_property
     def passes(self) -> tuple[StageSeconds, StageSeconds]:
-        """Seconds of passes, and the same without what has a floor: launches and gathered weights;
-        experts are read once, whatever visits them."""
+        """Seconds of passes, and those without minimum times (launches, gathered weights) and with
+        experts read once, so that seconds add up over sequences."""
         model, layout = self.model, Layout(sp=self.pool_size)
         floorless = replace(
             model,
@@ -223,11 +230,11 @@ class PoolBatch:
         )
 
     def table(self, loads: Array) -> ChunkTable:
-        """Loads (F, ...) as the cost model takes them."""
+        """Return loads (F, ...) as a table of the cost model."""
         exchanged, shape = self.exchange_rows, self.model.shape
         counts, windows = loads[_NUM_PLAIN : exchanged.start], self.windows
         keys = loads[exchanged.stop :].reshape(len(counts), len(windows), *counts.shape[1:])
-        packed = np.where(counts[:, None] > 1, keys, 0.0)  # several slices of a place share calls
+        packed = np.where(counts[:, None] > 1, keys, 0.0)  # several slices of a place share a call
         calls: dict[Call, Array] = {"packed": packed, "square": keys - packed}
         local, shared = (
             {(w, call): own[of, i].sum(axis=0) for call, own in calls.items()
@@ -246,8 +253,8 @@ class PoolBatch:
 
 
 class Setting:
-    """A number of checkpointed layers: the seconds of loads, and the tokens that a process can then
-    hold at a time."""
+    """A number of checkpointed layers, with the seconds of loads and the tokens that fit on a
+    process (`device_tokens`)."""
 
     def __init__(
         self,
@@ -262,34 +269,34 @@ class Setting:
         self._gather_weight = gather_weight
         self._parts = sum(cell_parts((batch.model.shape.num_layers,), 0, recompute_layers), ())
         self.fewest = max(1, ceil(sum(batch.seq_lens) / (batch.pool_size * device_tokens)))
-        """Micro-batches."""
+        """Fewest micro-batches that can hold all tokens."""
         added = batch.added.transpose(2, 0, 1)
         self.fits: NDArray[np.bool_] = self.held(added) <= device_tokens
-        """(K, Z) whether a place of each size has room for each sequence."""
+        """(K, Z): whether each sequence fits on a place of each size."""
         little = np.where(batch.added[0] > 0, _A_LITTLE, 0.0).T
         little[batch.exchange_rows.stop :] = 0.0  # no keys
         self.floor_s: Array = self.seconds(little)[:, 0]
-        """(P,) of a micro-batch, whatever is in it."""
+        """(P,): least seconds of a micro-batch, even without work."""
         self.fixed_s: Array = self.seconds(little, floors=False).sum(axis=0)
-        """(Z,) what a process takes that has anything to do on a place, before its first token and
-        without what has a floor."""
+        """(Z,): seconds of a process with any work on a place, before its first token and without
+        minimum times."""
         self.alone_s: Array = self.seconds(added, floors=False).sum(axis=0) - self.fixed_s
-        """(K, Z) what each sequence adds to that on every process of its place."""
+        """(K, Z): seconds that each sequence adds on each process of its place."""
 
     def seconds(self, loads: Array, *, floors: bool = True) -> Array:
-        """(P, ...) seconds of every part of the passes for loads (F, ...)."""
+        """Return (P, ...): seconds of each part of the passes for loads (F, ...)."""
         seconds = self.batch.passes[0 if floors else 1]
         return seconds.pass_seconds(self._parts, self.batch.table(loads))
 
     def held(self, loads: Array) -> Array:
-        """(...) tokens of `device_tokens` that loads (F, ...) take up: K and V that are gathered
-        from other processes count as so many tokens as take equal bytes."""
+        """Return (...): tokens of `device_tokens` that loads (F, ...) use. Gathered K,V count as
+        the number of tokens with equal bytes."""
         weighted: Array = loads[TOKENS] + self._gather_weight * loads[GATHERED]
         return weighted
 
     def least_s(self, num_micro_batches: int) -> float:
-        """About the seconds that no step undercuts: neither is it shorter than all work spread
-        evenly, nor than any one sequence on its best place, with empty other micro-batches."""
+        """Return about a lower bound on the seconds of a step: the larger of all work spread
+        evenly, and any one sequence on its best place with all other micro-batches empty."""
         batch = self.batch
         load = batch.added[:, 0].sum(axis=0)[:, None] / (batch.pool_size * num_micro_batches)
         even_s = num_micro_batches * self.seconds(load).sum()
@@ -300,7 +307,8 @@ class Setting:
 def settings(
     batch: PoolBatch, budget_bytes: int | None, recompute_layers: Iterable[int]
 ) -> list[Setting]:
-    """The settings in which the longest sequence has room, up to one whose room is never full."""
+    """Return the settings in which the longest sequence fits, up to the first in which all
+    sequences fit on one process."""
     model, shape, pool_size = batch.model, batch.model.shape, batch.pool_size
     memory = model.memory(budget_bytes)
     gathering = [n for n in batch.sizes if shape.kv_share(n) * n > 1]
@@ -313,7 +321,7 @@ def settings(
             )
             for size in (whole, *gathering)
         )  # fmt: skip
-        # bytes grow on straight lines: what lies between two loads that fit does too
+        # bytes are linear in loads, so loads between two that fit also fit
         weights = [
             (own / max(1, tokens) - 1) / (shape.kv_share(size) * size - 1)
             for size, tokens in zip(gathering, gathered, strict=True)
@@ -323,21 +331,21 @@ def settings(
             if setting.fits[np.argmax(batch.seq_lens)].any():
                 found.append(setting)
             if setting.held(batch.added.max(axis=1).T).sum() <= setting.device_tokens:
-                break  # all sequences fit on one process: more room brings nothing
+                break  # more room gains nothing
     return found
 
 
 _ALIKE = 1e-9
-"""Share of the tokens that a process can hold below which two are equal."""
+"""Relative tolerance of the tokens that a process can hold."""
 _POWER = 96
-"""Exponent of the norm that stands for a maximum: the larger, the nearer to it."""
+"""Exponent of the p-norm that approximates a maximum."""
 
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Spot(NamedTuple):
-    """Where a sequence is: micro-batch, number of the size of its place, first process."""
+    """The position of a sequence: micro-batch, index of its place's size, first process."""
 
     micro_batch: int
     kind: int
@@ -345,11 +353,11 @@ class Spot(NamedTuple):
 
 
 Spots = Mapping[int, Spot]
-"""Where each sequence is."""
+"""seq_id -> its spot."""
 
 
 class Division:
-    """Sequences on spots; it is changed in place."""
+    """An assignment of sequences to spots, changed in place. Slots are (micro-batch, process)."""
 
     def __init__(self, setting: Setting, num_micro_batches: int, spots: Spots) -> None:
         self.setting = setting
@@ -359,7 +367,7 @@ class Division:
         self.reset(spots)
 
     def reset(self, spots: Spots) -> None:
-        """To other spots of all sequences."""
+        """Replace the spots of all sequences."""
         self.spots, self._seconds = dict(spots), None
         self.loads[:] = 0.0
         for seq_id, spot in spots.items():
@@ -379,7 +387,7 @@ class Division:
         loads[:, spot.micro_batch, slots] += times * batch.added[seq_id, spot.kind][:, None]
 
     def seconds(self) -> Array:
-        """(P, M, W) of every slot."""
+        """Return (P, M, W): seconds of each slot."""
         if self._seconds is None:
             self._seconds = self.setting.seconds(self.loads)
         return self._seconds
@@ -388,9 +396,11 @@ class Division:
         return float(self.seconds().max(axis=2).sum())
 
     def moves(self, seq_ids: Sequence[int]) -> list[tuple[float, Spot]]:
-        """For each of the sequences, absent or not, the norm of its best spot but its own, infinite
-        where no spot has room, and that spot. The norm stands for the step: it falls, too, where
-        one of several processes that are about as slow gets faster."""
+        """Return, for each of the sequences (assigned or not), the norm of the step with the
+        sequence on its best other spot (infinite if none has room), and that spot.
+
+        The norm replaces the maximum over processes by a p-norm, which also falls if only one of
+        several equally slow processes gets faster."""
         batch = self.setting.batch
         before = np.repeat(self.loads[:, None], len(seq_ids), axis=1)  # (F, N, M, W)
         for i, seq_id in enumerate(seq_ids):
@@ -424,15 +434,15 @@ class Division:
                 number, place = divmod(int(at[i]), num_places)
                 best[i] = min(best[i], (least_s, Spot(number, kind, place * size)))
         norms_s = now_s.sum(axis=(0, 2, 3)).tolist()
-        # by what they add: of most it is less than the last digit of the norm
+        # compared by differences, most of which are below the norm's floating-point precision
         return [(now + more, spot) for now, (more, spot) in zip(norms_s, best, strict=True)]
 
     def have_room(self, loads: Array) -> NDArray[np.bool_]:
-        """(...) whether a process with the loads (F, ...) holds no more than it can."""
+        """Return (...): whether a process can hold the loads (F, ...)."""
         return self.setting.held(loads) <= self.setting.device_tokens * (1 + _ALIKE)
 
     def slowest(self) -> list[int]:
-        """Sequences on the slowest process of any part of any micro-batch."""
+        """Return the sequences on the slowest process of any part of any micro-batch."""
         slots = {(m, int(w)) for row in self.seconds().argmax(axis=2) for m, w in enumerate(row)}
         sizes = self.setting.batch.sizes
         return [
@@ -443,19 +453,19 @@ class Division:
 
 
 def _by_place(values: NDArray[Scalar], size: int) -> NDArray[Scalar]:
-    """(..., W) -> (..., W / size, size): the processes of every place of a size."""
+    """Reshape (..., W) to (..., W / size, size): the processes of each place of a size."""
     return values.reshape(*values.shape[:-1], -1, size)
 
 
 Kinds = tuple[int, ...]
-"""For each sequence the number of the size of its place."""
+"""For each sequence, the index of its place's size."""
 _TARGETS = tuple(1 + 0.02 * step for step in range(8))
-"""Multiples of the mean seconds of a slot that are tried as a target."""
+"""Multiples of the mean seconds of a slot that are tried as targets."""
 
 
 def greedy(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> list[Division]:
-    """Every sequence, the longest first, where the step's norm grows least; nothing where one
-    finds no room, or the step takes more than `enough_s`."""
+    """Assign each sequence, the longest first, to the spot with the least norm. Return the division
+    in a list, which is empty if a sequence does not fit or the step takes more than `enough_s`."""
     division = Division(setting, num_micro_batches, {})
     longest_first = np.argsort(-np.array(setting.batch.seq_lens), kind="stable").tolist()
     for number, seq_id in enumerate(longest_first):
@@ -469,16 +479,17 @@ def greedy(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> l
 
 
 def smallest(setting: Setting, is_short: NDArray[np.bool_]) -> Kinds:
-    """The smallest size that has room for each sequence and on which it is short, (K, Z)."""
+    """Return the smallest size for each sequence that fits and that `is_short` (K, Z) allows; the
+    largest if none does."""
     fits = is_short & setting.fits
     last = len(setting.batch.sizes) - 1
     return tuple(np.where(fits.any(axis=1), fits.argmax(axis=1), last).tolist())
 
 
 def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Division | None:
-    """Sequences on places of given sizes, or larger ones where those have no room, the largest
-    places first and of those the longest work, each to where it ends earliest: aligned places of
-    falling sizes leave no holes. None where one finds no room."""
+    """Assign sequences to places of given sizes (larger ones if these have no room), each to the
+    place where it ends earliest. Largest places come first, then most work: aligned places of
+    falling sizes leave no gaps. Return None if a sequence does not fit."""
     batch, num_kinds = setting.batch, len(setting.batch.sizes)
     held = setting.held(batch.added.transpose(2, 0, 1)).tolist()
     alone_s = setting.alone_s.tolist()
@@ -512,18 +523,18 @@ def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Di
 
 
 _NUM_TRIED = 6
-"""Sequences whose moves are compared for every change."""
+"""Number of sequences whose moves are compared for each change."""
 _TENURE = 6
-"""Changes, at least, for which a sequence that has moved stays; at most nearly twice as many."""
+"""Least number of changes for which a moved sequence stays (tabu); at most nearly twice as many."""
 
 
 def improve(division: Division, num_changes: int) -> None:
-    """The best division that tabu search finds with so many changes, each the best of the moves of
-    some sequences."""
+    """Improve a division by tabu search with `num_changes` changes, each the best move of a few
+    sequences on slowest processes; keep the best division."""
     draw = random.Random(0)
     best_s, best = division.step_s(), dict(division.spots)
     stays: dict[int, int] = {}
-    """Until which change each sequence that has moved stays."""
+    """seq_id -> last change during which it may not move."""
     for change in range(num_changes):
         free = [i for i in division.slowest() if stays.get(i, -1) < change] or [*division.spots]
         chosen = draw.sample(free, min(_NUM_TRIED, len(free)))
@@ -540,7 +551,8 @@ def improve(division: Division, num_changes: int) -> None:
 def plan_of(
     batch: PoolBatch, spots: Spots, recompute_layers: int, budget_bytes: int | None
 ) -> ChunkPlan:
-    """The checked plan of one rank, the pool; a chunk for every micro-batch, most tokens first."""
+    """Return the checked plan of one rank, the pool, with a chunk per micro-batch, by falling
+    tokens."""
     slices: dict[int, list[Slice]] = {}
     for seq_id, spot in sorted(spots.items()):
         place = Place(spot.first, batch.sizes[spot.kind])

@@ -1,14 +1,14 @@
-"""A question to the planners, its limits of memory, a plan that one of them offers, the answer.
+"""The inputs and outputs of a search: questions, memory limits, candidates and answers.
 
     question = Question(seq_lens, model, Limits(80 * 2**30), num_devices=8)
     answer = search(question)               # planners/search.py
     answer.best.plan_of(own_seq_lens)       # the plan of one replica
 
-Each published system has a file with `candidates(question, layout)`, which offers its plans in a
-layout, the fastest by one estimate first.
+Each published system has a file with `candidates(question, layout)`, which yields its plans in a
+layout, sorted by an estimate of their time.
 
-On a CPU its RAM is the device's: `memory.device` is the budget of everything in it, so
-`memory.cpu` and offload to cpu are refused by name. The disk may be used everywhere.
+On a CPU the device's memory is RAM: `memory.device` is the budget of everything in it, so
+`memory.cpu` and offload to cpu are refused with their names. The disk can always be used.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from furlong.simulate.predict import Needs, step_s
 from furlong.units import format_bytes
 
 MARGIN = 0.10
-"""Share of a device's budget that plans leave free, on one device and on several, unless a
-calibration says what its own predictions lacked: of twelve steps that no fit had seen, measured on
-a CPU, predicted peaks lacked 5.2 % at most (docs/calibration.md), and a run has more that no plan
-counts. Gaps between allocated blocks are the hardware's `reserved_bytes`."""
+"""Share of a device's budget that plans leave free, unless a calibration has measured the error of
+its predictions. In twelve held-out steps on a CPU, predicted peaks were at most 5.2 % too low
+(docs/calibration.md), and a run has memory that no plan counts. Gaps of the allocator are in the
+hardware's `reserved_bytes`."""
 SLACK = 0.02
-"""Plans whose times differ by less are alike: no prediction is better."""
+"""Relative difference of step times below which plans count as equally fast, given the accuracy of
+predictions."""
 SIZES = ("dp", "sp", "pp")
-"""Names of a layout's sizes among what is given; the others are those of `ChunkOptions`."""
+"""Keys of `Question.given` that are sizes of the layout; all others are chunk options."""
 RESHARDING = ("auto", "fpdt")
-"""Methods whose plans may free the weights of stages: others take a chunk through all of them."""
+"""Methods whose plans can free the weights of stages; others run each chunk through all stages."""
 PASSING = ("auto", "chunkflow", "infinipipe")
-"""Methods of pipelines, whose passes may gather and free the weights of a stage."""
+"""Pipeline methods in which each pass can gather and free the weights of its stage."""
 STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that a step may use in each memory; 0: it is not there; None: no limit."""
+    """Bytes that a step may use in each memory; 0: not available; None: no limit."""
 
     device_bytes: int
     cpu_bytes: int | None = 0
@@ -63,21 +64,21 @@ class Limits:
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes of the device, without the margin."""
+        """Bytes of the device less the margin."""
         return int(self.device_bytes * (1 - self.margin))
 
     @property
     def by_memory(self) -> dict[str, int | None]:
-        """The limit of each memory, as `memory.` names it, without the margin."""
+        """Limit of each memory, less the margin, by its key under `memory` in a run file."""
         return {"device": self.limit_bytes, "cpu": self.cpu_bytes, "disk": self.disk_bytes}
 
     @property
     def offload_targets(self) -> tuple[OffloadTarget, ...]:
-        """Where tensors may be offloaded to."""
+        """Memories that tensors may be offloaded to."""
         return tuple(target for target in TARGETS if self.by_memory[target] != 0)
 
     def exceeded(self, needs: Needs) -> dict[str, int]:
-        """The memories that have less than is needed of them, with these bytes."""
+        """Return the needed bytes of each memory whose limit they exceed."""
         return {
             memory: used
             for (memory, limit), used in zip(self.by_memory.items(), needs, strict=True)
@@ -85,25 +86,25 @@ class Limits:
         }
 
     def fullest(self, needs: Needs) -> float:
-        """The share of its limit that is needed of the memory that is fullest."""
+        """Return the largest ratio of needed bytes to limit over all memories."""
         limits = self.by_memory.values()
         return max(
             n / max(1, most) for n, most in zip(needs, limits, strict=True) if most is not None
         )
 
     def hold(self, needs: Needs) -> bool:
-        """Whether each memory has room for what is needed of it."""
+        """Whether the needs are within the limits of all memories."""
         return not self.exceeded(needs)
 
     def lacking(self, needs: Needs) -> int:
-        """Bytes that do not fit, of all memories together; 0 where it fits."""
+        """Return the bytes above the limits, summed over all memories; 0 if all fit."""
         return sum(
             used - (self.by_memory[name] or 0) for name, used in self.exceeded(needs).items()
         )
 
 
 def key_of(name: str) -> str:
-    """The key of a run file that gives an option, or a size of the layout."""
+    """Return the key of a run file for an option or a size of the layout."""
     section = "parallel" if name in (*SIZES, "reshard") else "chunks"
     return name if name == "offload" else f"{section}.{name}"
 
@@ -117,8 +118,12 @@ def advice(
     alone: bool = False,
     memory: str = "",
 ) -> str:
-    """Advice for a plan of `num_devices` that needs too much of a `memory`, most for `part`, which
-    may name it. `given`: the options that the user has given; `alone`: devices are given too."""
+    """Return advice for a plan on `num_devices` that needs too much memory.
+
+    `part`: the part that takes most of it, or the name of the memory; `memory`: that name, if
+    `part` is a part; `given`: options that the user has given; `alone`: whether the number of
+    devices is fixed.
+    """
     ways = ["use more devices" if num_devices > 1 else "use several devices"]
     if alone:
         ways = [f"give it a larger memory.{memory or (part if part in TARGETS else 'device')}"]
@@ -151,9 +156,9 @@ class DoesNotFitError(ConfigError):
         state = sum(peak[part] for part in STATE)
         rest = {part: n for part, n in peak.items() if part not in STATE and n > 0}
         largest = max(rest, key=rest.__getitem__, default="state")
-        # with the state alone above the budget nothing else helps
+        # if the state alone exceeds the budget, reducing other parts does not help
         self.part: str = "state" if state > budget_bytes else largest
-        """Part of memory that takes the most: `state`, or a part besides it."""
+        """Part of memory to reduce: `state`, or the largest other part."""
         parts = ", ".join(
             f"{PART_WORDS.get(part, part)} {format_bytes(n)}"
             for part, n in sorted(peak.items(), key=lambda pair: -pair[1])
@@ -171,43 +176,43 @@ class DoesNotFitError(ConfigError):
 
 @dataclass(frozen=True)
 class Question:
-    """A model, a batch, devices, and what the user has fixed."""
+    """A model, a batch, devices, and the choices that the user has made."""
 
     seq_lens: Sequence[int]
-    """Sequences of the steps whose time is compared."""
+    """Tokens of each sequence of the steps to time."""
     model: CostModel
-    """Figures of one device; `model_of` adds what a layout's devices share."""
+    """Cost model of one device; `model_of` adds the sharing of state in a layout."""
     limits: Limits
     num_devices: int = 1
     longest: int = 0
-    """Tokens of the data's longest sequence, which must fit; 0: that of `seq_lens`."""
+    """Tokens of the data's longest sequence, which must fit; 0: the longest of `seq_lens`."""
     sequences_per_step: int = 0
-    """0: all of `seq_lens` are one step. With `tokens_per_step` their mean number."""
+    """Sequences of a step, their mean if `tokens_per_step` is set; 0: `seq_lens` are one step."""
     tokens_per_step: int | None = None
-    """Most tokens of a step; a longer sequence is one by itself."""
+    """Most tokens of a step; a longer sequence is a step by itself."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes of the layout (`SIZES`) and options of chunks that the user has fixed, by name."""
+    """Sizes of the layout (`SIZES`) and chunk options that the user has fixed, by name."""
     method: str = "auto"
-    """`auto`, or the published system whose plans are wanted."""
+    """`auto`, or the published system whose plans to use."""
     whole: Sequence[int] = ()
-    """Sequences of a whole step with the longest one, which must fit too; empty where `seq_lens`
-    are such steps."""
+    """Tokens of the sequences of a whole step with the longest one, which must fit, too; empty if
+    `seq_lens` are such steps."""
     mean_keys: float = 0.0
-    """Keys that a token of the data attends on average; 0: that of `seq_lens`."""
+    """Mean number of keys that a token of the data attends to; 0: that of `seq_lens`."""
     calls: tuple[Call, ...] = ()
-    """The calls that may need most memory, where a step is several calls in two phases."""
+    """Calls that may need most memory, if steps consist of calls in two phases."""
     stages: tuple[int, ...] = ()
-    """Layers of each stage of a pipeline that is cut already."""
+    """Layers of each stage, if the pipeline is cut already."""
     beat_s: float = inf
-    """Seconds of a step that is there: planners that search need find none that is slower."""
+    """Step time of a known plan; planners may skip slower ones."""
     most_chunks: int = 512
     """Most chunks of the longest sequence."""
     most_cells: int = 2048
-    """Most cells of the longest sequence, layer-first: more take longer to walk than all else."""
+    """Most cells of the longest sequence in layer-first plans, whose simulation takes longest."""
 
     recent: deque[Any] = field(default_factory=partial(deque, maxlen=1), repr=False, compare=False)
-    """The last batch that a planner has cut, and its cuts, kept for questions that are made of
-    this one: the maker of an answer's plan asks again, with another step to beat."""
+    """Cache of the last batch that a planner has cut, shared with questions derived from this one:
+    the same batch is planned again with another `beat_s`."""
 
     def __post_init__(self) -> None:
         if not self.longest:
@@ -218,14 +223,14 @@ class Question:
             object.__setattr__(self, "mean_keys", mean_attended_keys(self.seq_lens))
 
     def call_of(self, seq_lens: Sequence[int]) -> Call:
-        """The call of these sequences; nothing is shared in one that is not known."""
+        """Return the call with these sequences; an unknown one gets no shared tokens."""
         lens = tuple(seq_lens)
         alike = (call for call in self.calls if call.seq_lens == lens)
         return min(alike, key=lambda call: call.shared, default=Call(lens))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The given options of chunks. `reshard: False` is none: every plan may keep weights."""
+        """Given chunk options, without `reshard: False`, which all plans satisfy."""
         return {
             name: value
             for name, value in self.given.items()
@@ -239,18 +244,18 @@ class Question:
 
     @property
     def stops(self) -> list[int]:
-        """The ends of the steps in `seq_lens`."""
+        """End index of each step in `seq_lens`."""
         return StepSize(self.sequences_per_step, self.tokens_per_step).stops(self.seq_lens)
 
     @property
     def share(self) -> float:
-        """Steps in the seconds of all `seq_lens`: one over their number."""
+        """Factor from the seconds of all `seq_lens` to those of one step."""
         if self.tokens_per_step is not None:
             return 1 / len(self.stops)
         return self.sequences_per_step / len(self.seq_lens)
 
     def layouts(self) -> list[Layout]:
-        """The layouts with the given sizes. Raises ConfigError where there is none."""
+        """Return the layouts with the given sizes. Raises ConfigError if there is none."""
         sizes = {name: self.given.get(name) for name in SIZES}
         replicate = self.model.training.replicate
         return layouts(
@@ -258,7 +263,7 @@ class Question:
         )
 
     def stages_of(self, layout: Layout) -> tuple[int, ...]:
-        """Layers of each stage of a pipeline; empty without one."""
+        """Return the layers of each stage of a pipeline; empty without a pipeline."""
         if layout.pp == 1:
             return ()
         if len(self.stages) == layout.pp:
@@ -269,8 +274,7 @@ class Question:
         )  # fmt: skip
 
     def fits_with_narrow_moments(self, layout: Layout) -> bool:
-        """Whether a device holds the state if AdamW's moments take half of their bytes, which it
-        does not hold with whole ones."""
+        """Whether the state only fits on a device if AdamW's moments take half of their bytes."""
         training = self.model.training
         if training.optimizer_bytes != 2 * training.gradient_bytes or training.lora is not None:
             return False
@@ -316,18 +320,19 @@ class Question:
         )
 
     def offloading(self) -> Question:
-        """The question for plans with weights, gradients and optimizer in CPU memory."""
+        """Return the question for plans with weights, gradients and optimizer in CPU memory."""
         model = replace(self.model, training=self.model.training.offloading())
         given = {**self.given, "order": "layer-first", "reshard": True}
         return replace(self, model=model, given=given)
 
     def resharding(self, layout: Layout, reshard: bool = True) -> Question:
-        """The question for plans that free the weights of stages, or that keep those of all."""
+        """Return the question for plans that free the weights of stages or, without `reshard`, keep
+        all weights."""
         order = {"order": "layer-first"} if reshard and layout.pp == 1 else {}
         return replace(self, given={**self.given, **order, "reshard": reshard})
 
     def state_bytes(self, layout: Layout) -> int:
-        """Least bytes of weights, gradients and optimizer on the device that has most of them."""
+        """Return a lower bound on weights, gradients and optimizer on the device with most."""
         if self.may_reshard(layout):
             return self.resharding(layout).state_bytes(layout)
         if self.given.get("reshard") and layout.pp == 1:
@@ -341,16 +346,16 @@ class Question:
         )
 
     def resharded(self, layout: Layout) -> RankWeights:
-        """The weights of a device that frees those of stages, without a pipeline, with the lowest
-        stages that the given options leave."""
+        """Return the weights of a device that frees weights of stages, without a pipeline, with the
+        fewest layers per stage that the given options allow."""
         model, size = self.model_of(layout), layout.dp * layout.sp
         stages = stage_heights(model.shape.num_layers, self.given.get("stage_layers", 1))
         held = frozenset(range(len(stages)))
         return model.training.weights(model.shape, stages, held, size)
 
     def model_of(self, layout: Layout) -> CostModel:
-        """The model of one replica's plan, with whose replicas and pools a stage's state is shared
-        as a run shares it."""
+        """Return the cost model of one replica's plan in a layout, with a stage's state sharded
+        over its replicas and pools as in a run."""
         zero: ZeroStage = 1 if layout.dp * layout.sp > 1 else 0
         reshards = bool(self.given.get("reshard"))
         replicate = replicate_of(layout, reshards, self.model.training.replicate)
@@ -364,7 +369,7 @@ class Question:
 
 
 PlanOf = Callable[[Sequence[int]], ChunkPlan]
-"""Makes the plan of one replica's sequences. Raises UserError where none fits."""
+"""Return the plan of one replica's sequences. Raises UserError if none fits."""
 
 
 class Space:
@@ -376,8 +381,8 @@ class Space:
 
     @cached_property
     def dealt(self) -> list[list[list[int]]]:
-        """The places of the sequences among all, by step and by replica, dealt by their seconds as
-        a run deals them; of each step the replica with most work is first."""
+        """[step][replica] -> indices of its sequences, balanced by their seconds as in a run; the
+        first replica of a step has most work."""
         question, steps = self.question, []
         work = self.model.sequence_seconds(question.seq_lens)
         for first, stop in pairwise([0, *question.stops]):
@@ -389,7 +394,7 @@ class Space:
 
     @cached_property
     def whole(self) -> list[tuple[int, ...]]:
-        """Sequences of two replicas in a whole step: that with most work, that with the longest."""
+        """Sequences of two replicas in a whole step: with most work, and with the longest one."""
         if not self.question.whole:
             return []
         step = replace(self.question, seq_lens=self.question.whole, sequences_per_step=0,
@@ -400,42 +405,42 @@ class Space:
 
     @cached_property
     def most_tokens(self) -> int:
-        """Tokens of the replica that has most of them in a step."""
+        """Most tokens of a replica in a step."""
         return max(sum(self.lens(own)) for step in self.dealt for own in step)
 
     @property
     def _is_regular(self) -> bool:
-        """Whether the devices of every replica lie on nodes in the same way."""
+        """Whether all replicas are spread over nodes in the same way."""
         layout, node = self.layout, self.model.hardware.links.devices_per_node
         of_stage, is_divided = layout.dp * layout.sp, layout.sp % node and node % layout.sp
         is_alike = layout.pp == 1 or of_stage % node == 0 or layout.num_devices <= node
         return is_alike and not is_divided
 
     def lens(self, own: Iterable[int]) -> tuple[int, ...]:
-        """Tokens of some of the sequences."""
+        """Return the tokens of the sequences with these indices."""
         return tuple(self.question.seq_lens[i] for i in own)
 
     def plan_of(self, options: ChunkOptions, *, checked: bool = True) -> PlanOf:
-        """Plans of chunks with these options."""
+        """Return the plan function for chunks with these options."""
         return partial(
             plan_replica, options=options, num_layers=self.model.shape.num_layers,
             stages=self.stages, sp_size=self.layout.sp, checked=checked,
         )  # fmt: skip
 
     def busiest_s(self, plan_of: PlanOf) -> float:
-        """Mean seconds of a step of the replicas with most work; equal ones are timed once."""
+        """Return the mean seconds of each step's busiest replica; equal ones are timed once."""
         count = Counter(self.lens(step[0]) for step in self.dealt)
         return sum(n * self._step_s(self.model, plan_of(lens)) for lens, n in count.items())
 
     def step_s(self, plan_of: PlanOf, beat_s: float = inf) -> float:
-        """Seconds of a step on average, of the plans of all replicas as a run joins them, which
-        meet in the last Backward of each stage, and of the optimizer. Infinite as soon as the first
-        replicas, without which no step is faster, take `beat_s`."""
+        """Return the mean seconds of a step, with all replicas' plans joined as in a run, and with
+        the optimizer's step; or infinity as soon as some replicas alone, a lower bound, take
+        `beat_s`."""
         model, total_s, part = whole_model(self.model), 0.0, min(1.0, self.question.share)
         # equal steps are timed once
         for lens, times in Counter(tuple(map(self.lens, step)) for step in self.dealt).items():
             if len(set(lens)) == 1 and len(lens) == self.layout.dp and self._is_regular:
-                plan = gathered_first(plan_of(lens[0]))  # the other replicas' take as long
+                plan = gathered_first(plan_of(lens[0]))  # other replicas take equally long
                 seconds = self._step_s(self.model, plan) + part * update_s(self.model, plan)
                 total_s += times * seconds
                 continue
@@ -450,14 +455,14 @@ class Space:
         return total_s
 
     def _step_s(self, model: CostModel, plan: ChunkPlan) -> float:
-        """Seconds that the plan of one of the steps is of a mean step: of several its share; of a
-        part of one those of the whole."""
+        """Return a plan's contribution to the mean seconds of a step: its share if `seq_lens` are
+        several steps, the scaled-up seconds of a whole step if they are a part of one."""
         share = self.question.share
         return min(1.0, share) * step_s(model, plan, times=max(1.0, share))
 
 
 def _joined(plans: Sequence[ChunkPlan], num_replicas: int = 0) -> ChunkPlan:
-    """The plans of replicas as a run joins them, which nobody runs."""
+    """Join the plans of replicas as in a run, unchecked, for simulation only."""
     stops = accumulate(len(plan.seq_lens) for plan in plans)
     own_ids = [list(range(n - len(p.seq_lens), n)) for p, n in zip(plans, stops, strict=True)]
     seq_lens = [n for plan in plans for n in plan.seq_lens]
@@ -465,46 +470,45 @@ def _joined(plans: Sequence[ChunkPlan], num_replicas: int = 0) -> ChunkPlan:
 
 
 def whole_model(model: CostModel) -> CostModel:
-    """The model of plans that list all replicas."""
+    """Return the cost model for plans that list all replicas."""
     return replace(model, training=replace(model.training, replicas=1))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Plans that a method offers in a layout, one for any batch."""
+    """A method with its options in a layout, which can plan any batch."""
 
     method: str
     layout: Layout
     options: ChunkOptions
-    """The options of its chunks; of a method that makes its own those that a run takes in its
-    evaluations, and for what the method has no plan of."""
+    """Its chunk options; for a method with own chunks those of evaluations, and of batches that it
+    has no plan of."""
     estimate_s: float
-    """About the seconds of the question's steps, or less; on one device by the clock, but for
-    copies and for what a draw leaves out."""
+    """About the seconds of the question's steps, or less. On one device they are simulated, except
+    copies and the effect of sampling."""
     plan_of: PlanOf
-    """Makes checked plans."""
+    """Returns checked plans."""
     least: Needs | None = None
-    """Bytes of a device below which no step with the longest sequence gets, where they are known
-    without its plan."""
+    """Lower bound on the bytes of a device in a step with the longest sequence, if known."""
     longest: Sequence[int] = ()
-    """Sequences of one replica's step that needs most memory; empty where the plans of a method fit
-    by themselves."""
+    """Sequences of one replica's step that needs most memory; empty for methods whose planner
+    itself ensures that its plans fit."""
     step_s: float = 0.0
-    """Once it was timed: seconds of a step on average, of the plans of all replicas joined."""
+    """Simulated mean seconds of a step with all replicas; 0 until simulated."""
     needs: Needs = field(default_factory=partial(Needs, 0))
-    """Once its plans were walked: the bytes of a device and below, of the longest sequence."""
+    """Simulated peak bytes in each memory; 0 until simulated."""
     peak: Mapping[Part, int] = field(default_factory=dict)
-    """The parts of these, of the device that lacks most."""
+    """Parts of `needs`, on the device that lacks most."""
     unchecked: PlanOf | None = None
-    """Makes the same plans for a search, which runs none of them; None: `plan_of` does."""
+    """Returns the same plans without a check, for simulation only; None: use `plan_of`."""
 
     def trial(self, seq_lens: Sequence[int]) -> ChunkPlan:
-        """A plan that is walked and timed, and never run."""
+        """Return a plan for simulation only."""
         return (self.unchecked or self.plan_of)(seq_lens)
 
 
 Candidates = Callable[[Question, Layout], Iterable[Candidate]]
-"""Offers the plans of one published system in a layout, rising in their estimates."""
+"""Yields the candidates of one published system in a layout, by ascending estimates."""
 
 
 @dataclass(frozen=True)
@@ -513,26 +517,25 @@ class Answer:
 
     question: Question
     tried: tuple[Candidate, ...]
-    """The plans that fit, the chosen one first, then by their seconds; empty where none does."""
+    """Candidates that fit, the chosen one first, then by step time; empty if none fits."""
     refused: tuple[Candidate, ...]
-    """The plans that do not fit after all, the one that lacks least first."""
+    """Candidates that do not fit in simulation, the one closest to fitting first."""
     too_large: tuple[tuple[Layout, int], ...] = ()
-    """Layouts of which nothing fits, and was not walked, with the bytes that a device lacks at
-    least."""
+    """(layout, least bytes that a device lacks) of layouts in which nothing fits by its bounds."""
     slower: tuple[tuple[Layout, float], ...] = ()
-    """Layouts of which no plan was timed, with the seconds that a step takes, about."""
+    """(layout, estimated seconds of a step) of layouts in which no plan was simulated."""
     error: Exception | None = None
-    """Why a method by name that makes its own chunks has no plan, where it has said so."""
+    """Error of a named method with own chunks that has no plan, if it raised one."""
     alike: int = 1
-    """Plans like the chosen one within the slack of its time."""
+    """Number of plans about as fast as the chosen one."""
     num_pruned: int = 0
-    """Candidates that were left out by their bounds or their estimates."""
+    """Number of candidates excluded by their bounds or estimates."""
     seconds: float = field(default=0.0, compare=False)
     """Seconds that the search took."""
 
     @property
     def asked(self) -> Question:
-        """The question that the chosen plan answers, with whether it frees weights in a
+        """The question that the chosen plan answers: resharding if it frees weights in a
         pipeline."""
         layout = self.best.layout
         if layout.pp > 1 and self.best.options.reshard:
@@ -542,7 +545,7 @@ class Answer:
     is_cut_short: bool = False
     """Whether a signal ended the search before its end."""
     on_device: Answer | None = None
-    """The search with weights on the device, of which nothing fits: then `question` is that for
+    """Answer for weights on the device, if nothing fits there; `question` is then the one for
     weights in CPU memory."""
 
     @property
@@ -551,13 +554,12 @@ class Answer:
 
     @property
     def options(self) -> ChunkOptions:
-        """The chunk options that a run uses."""
+        """Chunk options that a run uses."""
         return self.best.options
 
     @property
     def by_options(self) -> Candidate | None:
-        """The plan of these options that was timed; None beside a method that is named and has
-        chunks of its own."""
+        """The simulated candidate with these options; None for a named method with own chunks."""
         layout, options = self.best.layout, self.best.options
         return next(
             (c for c in self.tried if c.longest and (c.layout, c.options) == (layout, options)),

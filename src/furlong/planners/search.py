@@ -3,13 +3,13 @@
     answer = search(Question(seq_lens, model, limits, num_devices=8))
     answer.best.layout, answer.best.step_s
 
-Layouts are opened in order of a lower bound on step time, and candidates of all open layouts are
-tried in order of an estimate (best-first search); in each layout the first few that fit are timed
-by the clock over the plans of all replicas, joined as a run joins them. Planners with chunks of
-their own are asked afterwards, in layouts in which chunk options fit, and have to beat them. Work
-is bounded by counts, never by a clock: equal questions have equal answers.
+This is a best-first search. Layouts are opened in order of a lower bound on step time, and
+candidates of all open layouts are tried in order of their estimates. In each layout the first few
+that fit are timed by the simulated clock over the joined plans of all replicas. Planners that make
+their own chunks are asked afterwards, in layouts in which chunk options fit, and must be faster.
+Work is bounded by counts, not by time, so that equal questions have equal answers.
 
-Batch by batch `BatchPlans` asks the same planners, and takes the fastest by the same clock.
+During training `BatchPlans` asks the same planners for each batch, and takes the fastest plan.
 """
 
 from __future__ import annotations
@@ -46,55 +46,55 @@ from furlong.simulate.predict import Needs, most_of, needs_of, step_s
 from furlong.units import count_words, format_seconds
 
 LAYOUT_SLACK = 1e-4
-"""Tolerance within which plans of different layouts, which the clock compares, are equally fast."""
+"""Relative tolerance within which plans of different layouts count as equally fast."""
 _EQUAL = 1e-9
-"""Tolerance within which plans whose actions take equal times are equally fast."""
+"""Relative tolerance for plans whose actions take equal times."""
 _NEAR = 0.005
-"""Tolerance of the size that a message names as enough."""
+"""Relative tolerance of the budget that a message suggests."""
 _BADLY = 1.25
-"""Multiple of the least seconds of a step from which on chunk options fit badly: then a pipeline
-is worth InfiniPipe's search."""
+"""Multiple of the lower bound on step time above which chunk options count as bad, so that
+InfiniPipe's search is worth its time in a pipeline."""
 _MAX_ACTIONS = 16_000
-"""Actions that are walked and simulated in all on one device once a plan fits, twice as many while
-none does: then the search ends."""
+"""Actions simulated on one device that end the search; twice as many while no plan fits."""
 _LESS_AGAIN = 0.9
-"""Share of the budget that a method by name keeps when a step of it did not fit."""
+"""Factor of the budget of a named method after each out-of-memory step."""
 _MOST_TIMES = 8
-"""The same of several devices, as a multiple: of the plan that needs most memory and of the busiest
-replica of each step. From half of it on one plan of a layout is timed."""
+"""Multiple of `_MAX_ACTIONS` on several devices, which count the actions of the plan that needs
+most memory and of the busiest replica of each step. After half of it, one plan per layout is timed.
+"""
 _CELL_ACTIONS = 6
-"""Actions of a chunk on a stage of a pipeline: three passes at most, and messages."""
+"""Most actions per cell of a pipeline: three passes, and messages."""
 _MOST_ASKED = 128
-"""Devices up to which places are asked in layouts whose chunk options were not tried: on 1,024 that
-takes a minute."""
+"""Most devices for which `places` is asked in layouts without a plan of chunk options: with 1,024
+it takes a minute."""
 _MOST_REFUSED = 3
-"""Plans of chunks in a layout that do not fit before the one that needs least is tried."""
+"""Plans of a layout that do not fit before the candidate that needs least memory is checked."""
 _MOST_FITTING = 4
-"""Plans of chunks that fit and are timed in each layout of several devices, and of each chunk size
-with which replicas wait for each other."""
+"""Most fitting plans to time in each layout of several devices, and for each chunk size at which
+replicas wait for each other."""
 _WAITING = 0.05
-"""Share of the busiest replica's seconds that a step of all takes longer where replicas wait."""
+"""Share of the busiest replica's seconds above which a step's additional time counts as waiting."""
 LOCAL = "local sequences"
-"""Chunks with whole sequences on one process of a pool where that balances."""
+"""Name of plans in which whole sequences stay on one process of a pool where that balances."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A published system whose plans a run may take."""
+    """A published system whose plans a run can use."""
 
     candidates: Candidates
     takes: Callable[[Layout], bool] = lambda layout: layout.pp == 1
     """Whether it has plans in a layout."""
     needs: str = "a layout"
-    """The requirements of its plans, as a message says them."""
+    """Requirements of its plans, in the words of a message."""
     sizes: str = ""
-    """The change that gives it a layout, in words."""
+    """Change of the run file that gives it a layout, in words."""
     has_own_chunks: bool = False
     """Whether it cuts sequences itself, so that its plans have no chunk options."""
     takes_options: tuple[str, ...] = ()
-    """Options that may be given with it all the same."""
+    """Options that may be given nevertheless."""
 
 
 _ALONE = "no pipeline, keep kv, num_retained 0, order chunk-first", "set parallel.pp to 1"
@@ -123,12 +123,14 @@ METHODS: Mapping[str, Method] = {
 
 
 def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool = False) -> Answer:
-    """The plans of `question.method` that fit, the fastest first, of those alike on one device the
-    one that needs least memory. Where none fits, not with four times as many chunks and cells
-    either, nothing is in `tried`.
+    """Search for the fastest plan of `question.method` that fits.
 
-    `tell` is called with words for how far it is. `may_cut_short`: whether a KeyboardInterrupt
-    ends the search with what has been found. Raises ConfigError for sizes that no layout has.
+    On one device, the plan that needs least memory is chosen among about equally fast ones. If none
+    fits, the search is repeated with four times as many chunks and cells; if still none fits,
+    `Answer.tried` is empty.
+
+    `tell`: called with words for the progress. `may_cut_short`: whether a KeyboardInterrupt ends
+    the search with the plans so far. Raises ConfigError for sizes that no layout has.
     """
     started_s, tell = time.monotonic(), tell or (lambda words: None)
     own = METHODS.get(question.method)
@@ -157,8 +159,8 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
 
 
 def _searched(question: Question, tell: Tell, may_cut_short: bool) -> tuple[_Search, bool]:
-    """A search that has run, with finer chunks where nothing fits else; whether a signal has ended
-    it."""
+    """Run a search, again with finer chunks if nothing fits. Return it, and whether a signal has
+    ended it early."""
     state, is_cut_short = _Search(question, tell), False
     try:
         state.run()
@@ -170,15 +172,15 @@ def _searched(question: Question, tell: Tell, may_cut_short: bool) -> tuple[_Sea
         error, most_chunks = state.error, 4 * question.most_chunks
         finer = replace(question, most_chunks=most_chunks, most_cells=4 * question.most_cells)
         state = _Search(finer, tell)
-        if not has_own_chunks(question.method):  # these cut as finely as they can
+        if not has_own_chunks(question.method):  # those already try the finest cuts
             state.run()
         state.error = error
     return state, is_cut_short
 
 
 def own_methods(question: Question, layout: Layout) -> list[str]:
-    """The methods with chunks of their own that `auto` asks in a layout beside chunk options; of
-    those that are not among them Skrull's plans are special cases of places'."""
+    """Return the methods with own chunks that `auto` asks in a layout besides chunk options.
+    Skrull is omitted, as its plans are special cases of those of `places`."""
     others = [name for name in question.options if name != "reshard" or layout.pp == 1]
     if question.method != "auto" or others or layout == ONE_DEVICE:
         return []
@@ -186,7 +188,7 @@ def own_methods(question: Question, layout: Layout) -> list[str]:
 
 
 def candidates_of(name: str) -> Candidates:
-    """Return what offers the plans of a method; of `auto` those of chunk options."""
+    """Return the candidates function of a method; for `auto` that of chunk options."""
     return METHODS[name].candidates if name in METHODS else chunks
 
 
@@ -201,33 +203,34 @@ class _Search:
         self._spaces = {layout: Space(question, layout) for layout in walkable(question)}
         self._is_one = list(self._spaces) == [ONE_DEVICE]
         self._samples = "sample" in question.given
-        """Whether steps are draws: estimates and bounds are of whole backwards."""
+        """Whether chunks are sampled. Estimates and bounds then overestimate: they count all
+        backwards."""
         self._found: list[Candidate] = []
         self.fitting: list[Candidate] = []
         self._refused: list[Candidate] = []
         self._resharding: dict[Layout, Question] = {}
-        """The layouts that are asked for plans which free the weights of stages."""
+        """Layout -> its question, for layouts whose plans free the weights of stages."""
         self._passing: dict[Layout, Space] = {}
-        """Spaces of the pipelines among these, whose passes gather weights."""
+        """Spaces of the pipelines among them, in which each pass gathers weights."""
         self._too_large: dict[Layout, int] = {}
         self._waiting: set[tuple[Layout, int]] = set()
-        """Chunk sizes of a layout with which replicas wait for each other: no estimate knows, so
-        others may be faster."""
+        """(layout, chunk size) at which replicas wait for each other. Estimates ignore such waits,
+        so more plans of these sizes are timed."""
         self._hopeless: set[tuple[Layout, Candidates, bool]] = set()
-        """Layouts, methods and whether candidates are long, where what needs least does not fit."""
+        """(layout, method, whether candidates are long) whose leanest candidate does not fit."""
         self._partial: set[object] = set()
-        """Plans that hold no whole step."""
+        """Keys of plans that fit the timed sequences, but not a whole step."""
         self._num_actions = 0
         self.error: Exception | None = None
-        """Why a method that fits its plans itself has none."""
+        """Error of a method with own chunks that has no plan."""
 
     def run(self) -> None:
-        """Try what the question leaves in every layout that may be faster than the best plan; again
-        where that is refused, for it has kept slower ones from being tried.
+        """Try candidates in each layout that may be faster than the best plan. If the best plan is
+        then refused, start again, as it has kept slower ones from being tried.
 
-        Where it is free whether the weights of stages are freed, they are in layouts whose kept
-        state does not fit, and in the others once nothing fits, or only what is far slower than a
-        step can be."""
+        If resharding is not given, layouts reshard (free the weights of stages) whose state does
+        not fit otherwise; the other layouts only if nothing fits, or only plans that are far slower
+        than the lower bound on step time."""
         asked, limit_bytes = self._question, self._limits.limit_bytes
         first, later = dict[Layout, Question](), dict[Layout, Question]()
         for layout in self._spaces:
@@ -280,11 +283,11 @@ class _Search:
             for i, layout in enumerate(ordered)
         ]
         while walks:
-            # of a layout that is not open yet the bound, of others the estimate of the next try
+            # the priority of an unopened layout is its bound, of others the next estimate
             reached, i, walk = heappop(walks)
             if (following := next(walk, None)) is not None:
                 heappush(walks, (max(reached, following), i, walk))
-        # they take long, and have to beat the best
+        # methods with own chunks take long, and have to be faster than the best plan
         for layout in ordered:
             for name in own_methods(questions[layout], layout):
                 beside = self._beside(layout)
@@ -296,11 +299,11 @@ class _Search:
                     deque(self._walk(layout, candidates_of(name)), maxlen=0)
 
     def _refuse_partial(self) -> bool:
-        """Refuse the best plan if it holds the steps that were timed and no whole step; whether it
-        was refused."""
+        """Refuse the best plan if it fits the timed sequences, but not a whole step. Return whether
+        it was refused."""
         if (best := self._best()) is None:
             return False
-        at = self.fitting.index(best)  # of plans that are as fast the first is chosen
+        at = self.fitting.index(best)  # keep its position: ties are resolved by order
         try:
             whole = self._walked(best, self._whole_plans(best))
         except (UserError, PlanError) as error:
@@ -315,9 +318,9 @@ class _Search:
         return True
 
     def _whole_plans(self, candidate: Candidate) -> list[ChunkPlan]:
-        """Plans of a whole step's sequences as far as they decide memory. Without a pipeline the
-        longest one does, unless a stage is taken for all of them; chunks of a method that `auto`
-        has chosen give way to options."""
+        """Return plans of a whole step that decide whether it fits. Without a pipeline and without
+        resharding the longest sequence decides, so there are none. For a method with own chunks
+        that `auto` has chosen, a run falls back to its chunk options, so their plans decide."""
         space, is_named = self._space_of(candidate), candidate.method == self._question.method
         plan_of: PlanOf = candidate.trial
         if candidate.options.reshard and candidate.layout.pp == 1:
@@ -331,9 +334,9 @@ class _Search:
         return [plan_of(_longest_of(lens, most)) for lens in space.whole]
 
     def _beside(self, layout: Layout) -> list[Candidate]:
-        """The chunk options that fit in a layout, the fastest first, as far as one replica may take
-        them while another takes a method's own chunks: these have their K,V on the device, and all
-        stages of a step are those of every replica."""
+        """Return the fitting chunk options of a layout, the fastest first, that one replica can use
+        while another uses a method with own chunks. Such methods keep K,V on the device, and all
+        replicas of a step must have the same stages."""
         fitting = [
             one
             for one in self.fitting
@@ -356,16 +359,17 @@ class _Search:
     def _walk(
         self, layout: Layout, method: Candidates, bound_s: float = 0.0
     ) -> Iterator[tuple[bool, float]]:
-        """Try the candidates of a method in a layout until no further one can be faster; before
-        each yield whether it is long, and its estimate."""
+        """Try the candidates of a method in a layout until no further one can be faster. Before
+        each try yield its priority (whether it is long, its estimate), so that the caller can try
+        other layouts first."""
         if bound_s >= self._best_s:
             return
         beat_s = self._best_s if len(self._spaces[layout].dealt) == 1 else inf
         seconds: dict[int, set[float]] = defaultdict(set)
-        """Times of the plans that fit, kept apart for sizes at which replicas idle (others: 0):
-        options that do not act make the same plan again."""
+        """Chunk size, if replicas wait at it, else 0 -> distinct times of fitting plans. Options
+        without effect repeat a plan with its time, which counts once."""
         fitting: set[ChunkOptions] = set()
-        """Their options with all on the device: offloading cannot help what fits without it."""
+        """Options of fitting plans without offload: with offload they would not be faster."""
 
         def alike(size: int) -> set[float]:
             return seconds[size if (layout, size) in self._waiting else 0]
@@ -406,7 +410,7 @@ class _Search:
                 alike_long = (one for one in hopeful if self._is_long(one) == is_long)
                 leanest, num_actions = min(alike_long, key=self._leanness), self._num_actions
                 walked = self._walked(leanest, [leanest.trial(tuple(leanest.longest))])
-                self._num_actions = num_actions  # a look, no try
+                self._num_actions = num_actions  # this check does not count as work
                 if not self._limits.hold(walked.needs):
                     self._refused.append(walked)
                     self._hopeless.add((layout, method, is_long))  # nothing else fits
@@ -431,8 +435,8 @@ class _Search:
         return estimate_s > self._best_s * (1 + SLACK)
 
     def _is_long(self, candidate: Candidate) -> bool:
-        """Whether plans of a candidate would take most of the search's work: such are tried only
-        where no others fit."""
+        """Whether a candidate's plans would take most of the search's work. Such candidates are
+        tried only if no others fit."""
         if self._is_one or not candidate.longest:
             return False
         space, options = self._space_of(candidate), candidate.options
@@ -443,16 +447,15 @@ class _Search:
         return num_cells * _CELL_ACTIONS > _MOST_TIMES * _MAX_ACTIONS / 2
 
     def _leanness(self, candidate: Candidate) -> tuple[int, Needs]:
-        """Return what sorts candidates by memory: bounds of large chunks are too low by more
-        bytes."""
+        """Return a sort key by memory: chunk size first, as bounds of large chunks are loose."""
         return candidate.options.size, candidate.least or Needs(0)
 
     def _may_fit(self, candidate: Candidate) -> bool:
         return candidate.least is None or self._limits.hold(candidate.least)
 
     def _try(self, candidate: Candidate, beat_s: float) -> float | None:
-        """Seconds of a candidate's plans if they fit, else None: of a step or, where that alone
-        takes `beat_s`, of one replica, of which no step takes less."""
+        """Simulate a candidate. Return None if its plans do not fit, else the seconds of a step; or
+        of its busiest replica, a lower bound, if that alone takes `beat_s` or more."""
         space, layout = self._space_of(candidate), candidate.layout
         exact, sampling = cache(candidate.trial), candidate.options.sampling
         plan_of: PlanOf = cache(lambda lens: one_draw(exact(lens), sampling))
@@ -477,12 +480,12 @@ class _Search:
             alone_s = inf if layout.dp == 1 else space.busiest_s(plan_of)
             if layout.dp > 1 and alone_s >= beat_s:
                 return alone_s if candidate.longest else None
-            # the plans of planners with chunks of their own take long
+            # planners with own chunks take long, so their plans may be abandoned at `beat_s`
             step_s = space.step_s(plan_of, inf if candidate.longest else beat_s)
         except (UserError, PlanError) as error:
             if candidate.longest:
                 raise
-            self.error = error  # none of its plans fits, or none is faster
+            self.error = error  # no plan of the method fits, or none is faster
             return None
         busiest = sorted({space.lens(step[0]) for step in space.dealt})
         if candidate.longest:
@@ -491,7 +494,7 @@ class _Search:
             return None
         holds_more = layout.pp > 1 or candidate.options.reshard
         if candidate.longest and holds_more and step_s < self._best_s:
-            # stages in front hold chunks of more sequences than those of the longest step
+            # early stages hold chunks of more sequences than `candidate.longest` has
             walked = self._walked(candidate, [plan_of(lens) for lens in busiest])
             if not self._limits.hold(walked.needs):
                 self._refused.append(walked)
@@ -505,11 +508,11 @@ class _Search:
         return step_s
 
     def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan]) -> Candidate:
-        """The candidate with the bytes of these plans, where they need more than it has shown."""
+        """Return the candidate with its needs raised to those of these plans."""
         space = self._space_of(candidate)
         memory, ranks = space.model.memory(), [*range(candidate.layout.pp)]
         if candidate.longest and space.stages:
-            # a later stage of a kind has the same cells, and holds fewer of them
+            # later stages of a kind have equal cells, and hold fewer of them
             ranks = sorted(count_kinds(space.model.shape, space.stages)[0])
         curves = [memory.curve(plan, rank) for plan in plans for rank in ranks]
         self._num_actions += sum(len(own) for plan in plans for own in plan.actions)
@@ -520,9 +523,9 @@ class _Search:
         return replace(candidate, needs=needs, peak=curve.peak)
 
     def _options_beside(self, candidate: Candidate) -> ChunkOptions:
-        """Chunk options for evaluations, and for what a method with its own chunks has no plan of:
-        the fastest that fit; where none was tried, the first by their estimates that fit, or those
-        that lack least by their bounds."""
+        """Return chunk options to use with a method with own chunks, for evaluations and for
+        batches that it has no plan of: the fastest fitting ones; if none was tried, the first by
+        estimate that fit, or else those closest to fitting by their bounds."""
         layout = candidate.layout
         question = self._resharding.get(layout, self._question)
         if beside := self._beside(layout):
@@ -541,25 +544,24 @@ class _Search:
         return offered[lacking.index(min(lacking))].options
 
     def _plan_longest(self, candidate: Candidate) -> None:
-        """Raise UserError where the method that is named has no plan of the longest sequence, which
-        may take longer than the step that the candidate has to beat."""
+        """Raise UserError if the named method has no plan of the longest sequence, however slow."""
         self._asked(candidate)([self._question.longest])
 
     def _asked(self, candidate: Candidate) -> PlanOf:
-        """The plans of the method that is named, whatever step the candidate has to beat."""
+        """Return the plan function of the named method, without a step time to beat."""
         question = self._resharding.get(candidate.layout, self._question)
         (asked,) = candidates_of(candidate.method)(replace(question, beat_s=inf), candidate.layout)
         return asked.plan_of
 
     @property
     def lacks_cpu_alone(self) -> bool:
-        """Whether the plan that lacks least would fit with more CPU memory."""
+        """Whether the plan closest to fitting lacks only CPU memory."""
         limits = self._limits
         least = min((one.needs for one in self._refused), key=limits.lacking, default=None)
         return least is not None and [*limits.exceeded(least)] == ["cpu"]
 
     def try_least(self) -> None:
-        """Find what lacks least, for the message that no plan fits."""
+        """Find the plan closest to fitting, for the message that no plan fits."""
         lacking = self._limits.lacking
         known = {(one.layout, one.options) for one in self._refused}
         most = self._num_actions + 2 * _MAX_ACTIONS
@@ -569,7 +571,7 @@ class _Search:
         ):
             nearest = min((lacking(one.needs) for one in self._refused), default=inf)
             short = lacking(least)
-            near = _NEAR * sum(least) if short else 0  # what may fit is tried
+            near = _NEAR * sum(least) if short else 0  # candidates that may fit are all tried
             if self.fitting or nearest <= short + near:
                 break
             if nearest < inf and self._num_actions > most:
@@ -580,7 +582,7 @@ class _Search:
                     pass
 
     def _best(self) -> Candidate | None:
-        """The plan that is chosen."""
+        """Return the chosen plan."""
 
         def simplest(one: Candidate) -> tuple[object, ...]:
             layout = one.layout
@@ -589,8 +591,8 @@ class _Search:
         return min(self._alike(), key=simplest, default=None)
 
     def _alike(self) -> list[Candidate]:
-        """The plans within the slack of the fastest one; on one device those of its order, its
-        stages and its offload."""
+        """Return the plans within the slack of the fastest one; on one device only those with its
+        order, stages and offload."""
         method = self._question.method
         wanted = [one for one in self.fitting if one.method == method] or self.fitting
         fastest_s = min((one.step_s for one in wanted), default=inf)
@@ -603,7 +605,7 @@ class _Search:
         return [one for one in near if _order_of(one) == _order_of(fastest)]
 
     def answer(self, started_s: float) -> Answer:
-        """The outcome, with the layouts of which nothing was tried."""
+        """Return the outcome, including the layouts in which nothing was tried."""
         best, limits = self._best(), self._limits
         tried = sorted(self.fitting, key=lambda one: (one is not best, one.step_s))
         opened = {one.layout for one in (*self.fitting, *self._refused)}
@@ -629,14 +631,14 @@ class _Search:
 
 
 def _longest_of(seq_lens: Sequence[int], most_tokens: int) -> tuple[int, ...]:
-    """The longest sequences that have at most so many tokens together, one at least."""
+    """Return the longest sequences with at most `most_tokens` together, at least one."""
     ordered = sorted(seq_lens, reverse=True)
     return tuple(ordered[: StepSize(tokens=most_tokens).stops(ordered)[0]])
 
 
 def walkable(question: Question) -> list[Layout]:
-    """The layouts that the given options can have; of these those without an idle replica, if there
-    are any. Raises ConfigError."""
+    """Return the layouts that the given options allow, without those with idle replicas unless all
+    have some. Raises ConfigError."""
     some = question.layouts()
     found, reshards = some, question.given.get("reshard", False)
     if reshards:
@@ -661,8 +663,8 @@ def walkable(question: Question) -> list[Layout]:
 
 
 def _key_of(candidate: Candidate) -> tuple[str, Layout, ChunkOptions | None]:
-    """Return what tells a candidate from all others of a search."""
-    options = candidate.options if candidate.longest else None  # else those beside its own chunks
+    """Return a key that is unique to a candidate in a search."""
+    options = candidate.options if candidate.longest else None  # own chunks: options are a fallback
     return candidate.method, candidate.layout, options
 
 
@@ -673,15 +675,15 @@ def _order_of(candidate: Candidate) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class BatchPlans:
-    """The planners that a run asks for every batch, beside that of its options."""
+    """The planners that a run asks for each batch besides its chunk options."""
 
     question: Question
-    """Its model, limits, given options and method."""
+    """Question of the run, with its model, limits, given options and method."""
     layout: Layout
     options: ChunkOptions
-    """The options that the run has begun with."""
+    """Options at the start of the run."""
     has_shrunk: bool = False
-    """Whether a step did not fit before, although it was predicted to."""
+    """Whether a step has run out of memory."""
 
     def best_plan(
         self,
@@ -691,18 +693,18 @@ class BatchPlans:
         *,
         frozen_layers: int = 0,
     ) -> tuple[str, ChunkPlan]:
-        """The name and the plan of one replica's sequences that is predicted to be fastest: that of
-        `options`, which is `plan`, unless another one is faster by more than the slack
-        with which layouts were compared. A method that is named is what runs: raises UserError
-        where it has no plan."""
+        """Return the name and the plan of the method predicted to be fastest on one replica's
+        sequences: `plan`, which `options` make, unless another one is faster by more than
+        `LAYOUT_SLACK`. A named method with own chunks is always used; raises UserError if it has no
+        plan."""
         question, method = self.question, self.question.method
         if has_own_chunks(method):
             return method, self._plan_by_name(seq_lens, plan, options)
         if method != "auto":
             return method, plan
-        # smaller chunks than at the start: what was predicted to fit did not
+        # after an out-of-memory step other plans that are predicted to fit are not trusted
         is_free = options == self.options and not self.has_shrunk and not plan.frozen_stages
-        # without a pipeline chunks of their own keep all weights
+        # without a pipeline, methods with own chunks keep all weights
         is_free = is_free and (self.layout.pp > 1 or not options.reshard)
         names = own_methods(question, self.layout)
         is_free = is_free and options.offloading.kv == "none" and bool(names)
@@ -722,10 +724,10 @@ class BatchPlans:
             )
             is_free = plan_s > _BADLY * least_s(Space(step, replace(self.layout, dp=1)))
         for name in names if is_free else ():
-            # none of its plans fits, or none is faster
+            # errors mean that none of its plans fits or is faster
             with suppress(UserError, PlanError, StopIteration):
                 found[name] = self._plan_of(name, seq_lens, plan_s)
-        # another replica may take the options, and all of a step share its stages
+        # other replicas may use the options, and all replicas of a step have the same stages
         seconds = {
             name: step_s(model, gathered_first(one))
             for name, one in found.items()
@@ -739,8 +741,8 @@ class BatchPlans:
     def _plan_by_name(
         self, seq_lens: Sequence[int], plan: ChunkPlan, options: ChunkOptions
     ) -> ChunkPlan:
-        """The plan of the method that is named. Where a step did not fit, although it was predicted
-        to, and the options' chunks were halved, in a tenth less memory for each time."""
+        """Return the plan of the named method, in a tenth less memory for each time that chunks
+        were halved after an out-of-memory step."""
         method = self.question.method
         if plan.frozen_stages:
             raise ConfigError(
@@ -757,8 +759,8 @@ class BatchPlans:
         return asked._plan_of(method, seq_lens, inf)
 
     def _plan_of(self, method: str, seq_lens: Sequence[int], beat_s: float) -> ChunkPlan:
-        """The plan of a method with its own chunks, with the offload of the options, for replicas
-        have the same ones: nothing of it lies there."""
+        """Return the plan of a method with own chunks. Its `offload` is that of the options, as all
+        replicas must have the same one; the plan itself offloads nothing."""
         question = replace(self.question, seq_lens=tuple(seq_lens), beat_s=beat_s)
         plan = next(iter(candidates_of(method)(question, self.layout))).plan_of(seq_lens)
         return replace(plan, offload=self.options.offloading)
@@ -767,8 +769,8 @@ class BatchPlans:
 def best_plan(
     seq_lens: Sequence[int], answer: Answer, options: ChunkOptions | None = None
 ) -> tuple[str, ChunkPlan]:
-    """The plan of a step over these sequences as a run makes it of an answer, and the names of the
-    planners of its replicas. `options`: others than the answer's."""
+    """Return the names of the replicas' planners and the plan of a step over these sequences, as a
+    run would plan it. `options`: chunk options to use instead of the answer's."""
     question, chosen = answer.asked, answer.best
     if chosen.layout == ONE_DEVICE:
         return chosen.method, chosen.plan_of(seq_lens)
