@@ -1,32 +1,32 @@
-"""Bytes that a plan needs: of a layer's graph, of a cell, and of a rank in every memory, by action.
+"""Memory simulation: bytes of a rank in each memory, by action of its plan.
 
     memory = PlanMemory(shape, training, budget_bytes)
     check(plan, memory)                    # the checker's Memory: refuses a plan that does not fit
-    memory.curve(plan, rank).peak          # the parts where the rank needs most
+    memory.curve(plan, rank).peak          # parts of memory at the rank's peak
 
-A simulation of a rank follows the executor, which obeys the plan's passes, and adds up what comes
-and goes:
+The simulation follows the passes that the executor runs, and adds up tensors as they are allocated
+and freed:
 
     ids            token ids and positions: from stage 0's Forward to its Backward
-    gradients      of a stage: made by its first Backward, layer by layer, while the graph goes
-    inputs         hidden states in front of a stage: from the pass that delivers them to the last
-                   that reads them, or in the Backward overwritten by their gradient, which the
-                   Backward of the stage before reads. Offloaded, every pass reads them but the
-                   Backward
+    gradients      of a stage: made by its first Backward, layer by layer, as the graph is freed
+    inputs         hidden states before a stage: from the pass that delivers them to the last that
+                   reads them; or until their gradient overwrites them in the Backward, which the
+                   Backward of the stage before reads. If offloaded, each pass but the Backward
+                   reads them
     attention      attention outputs: written by the Forward that remembers them, read by the
-                   Recompute, and by a RebuildKV that peeks at them
+                   Recompute and by a RebuildKV
     graphs         of retained cells: from the Forward to the Backward
     graph again    of recomputed cells: from the Recompute to the Backward
-    leaf           the input of a graph, beside the one off the device or after its last reader
-    states         that recurrent layers leave at the end of a chunk of a cut sequence: alive, and
-                   offloaded as the chunk's K,V are; the next chunk's passes work on a copy
-    state gradients  made by the next chunk's Backward, until the chunk's own; on the device
+    leaf           the input of a graph, if the stored input is offloaded or has no reader left
+    states         of recurrent layers at the end of a chunk of a cut sequence: held and offloaded
+                   like the chunk's K,V; passes of the next chunk work on a copy
+    state gradients  from the next chunk's Backward to the chunk's own; on the device
     kv, kv_gradients  of cut sequences, in segments (`StoredLayers`)
 
-What lives off the device still has a working set on the device while an action runs: the input
-that is read and the output on its way, one layer's attention outputs (from the Recompute to the
-Backward all of the cell's, which its graph holds), one layer of a retained graph, blocks of K,V. On
-a GPU CPU memory has buffers there for all of a step, which blocks of K,V are a part of.
+Offloaded tensors still have a working set on the device while an action runs: the input that is
+read and the output being copied, one layer's attention outputs (from the Recompute to the Backward
+all of the cell's, as its graph holds them), one layer of a retained graph, blocks of K,V. On a GPU,
+offload to the CPU has staging buffers on the device for all of a step, which include blocks of K,V.
 
     tokens T, query heads N, key-value heads K, head dim H, hidden D, MLP width F, element size e
 """
@@ -71,14 +71,14 @@ from furlong.plan.plan import (
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
 Kind = Literal["kv", "kv_gradients", "inputs", "attention", "graphs"]
-"""Kinds of memory that may be off the device."""
+"""Kinds of memory that can be offloaded."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Part = Literal[
     "weights", "gradients", "optimizer", "activations", "kv", "kv_gradients", "states", "logits",
     "buffers",
 ]  # fmt: skip
 PARTS: tuple[Part, ...] = get_args(Part)
-# what cells leave for later: the part that it counts as, and the kind as which it is offloaded
+# tensors that outlive an action: the part that they count as, and their kind for offload
 _HELD: dict[str, tuple[Part, Kind | None]] = {
     "ids": ("activations", None),
     "inputs": ("activations", "inputs"),
@@ -92,24 +92,24 @@ _HELD: dict[str, tuple[Part, Kind | None]] = {
 
 
 _OF_A_LAYER: tuple[Part, ...] = ("gradients", "activations", "states", "buffers")
-"""Parts of what is on the device only while a layer computes."""
+"""Parts that tensors of a computing layer count as."""
 
 
 @dataclass(frozen=True)
 class PlanTraffic:
-    """Bytes and operations of one rank; one row per action, one column per kind."""
+    """Copies of one rank to and from offload targets, as arrays (actions, kinds)."""
 
     offload: Offload
     read: NDArray[np.float64]
-    """(actions, kinds) bytes that come to the device."""
+    """Bytes copied to the device."""
     written: NDArray[np.float64]
-    """(actions, kinds) bytes that leave the device."""
+    """Bytes copied from the device."""
     num_reads: NDArray[np.float64]
-    """(actions, kinds) number of operations."""
+    """Number of copies to the device."""
     num_writes: NDArray[np.float64]
 
     def to_json(self) -> dict[Kind, dict[str, Any]]:
-        """Where each kind that moves at all lies, and the bytes read and written by the plan."""
+        """Return the target and the bytes read and written of each kind with any copies."""
         sums = zip(KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
         moved = {kind: (round(float(read)), round(float(written))) for kind, read, written in sums}
         return {
@@ -119,48 +119,49 @@ class PlanTraffic:
         }
 
     def of(self, target: OffloadTarget) -> list[int]:
-        """The columns of the kinds that are offloaded to a target."""
+        """Return the columns of the kinds that are offloaded to a target."""
         return [i for i, kind in enumerate(KINDS) if target_of(self.offload, kind) == target]
 
 
 def target_of(offload: Offload, kind: Kind) -> OffloadTarget:
-    """The offload target of a kind; gradients of K,V lie where K,V do."""
+    """Return the offload target of a kind; gradients of K,V have that of K,V."""
     target: OffloadTarget = getattr(offload, kind.removesuffix("_gradients"))
     return target
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes of one rank while each of its actions runs; of a group of processes those of the one
-    that needs most, and what the one moves that moves most."""
+    """Bytes of one rank during each of its actions. If it is a pool, they are those of the process
+    that needs most, and the traffic that of the process with most."""
 
     device: NDArray[np.int64]
-    """(actions, parts) bytes at the moment of the action when their sum is highest."""
+    """(actions, parts): bytes at the action's peak."""
     cpu: NDArray[np.int64]
-    """(actions,) bytes in CPU memory."""
+    """(actions,): bytes in CPU memory."""
     disk: NDArray[np.int64]
-    """(actions,) bytes on disk."""
+    """(actions,): bytes on disk."""
     traffic: PlanTraffic
     late: Mapping[int, tuple[float, float, float, float]]
-    """By first Backward of a stage and any of the first stage, bytes on the device beyond those
-    with its whole graph: when the gradients of all layers are there, and when that in front of them
-    is; these gradients, 0 in later ones; and when a later one adds the embedding's to them."""
+    """Index of a Backward that is the first of its stage, or of stage 0 -> bytes on the device
+    beyond those at its begin, when the whole graph is in memory: when gradients of all layers have
+    been made; when the embedding's has been made, too; bytes of all these gradients (the three are
+    0 in later Backwards); and when a later Backward adds to the embedding's gradient."""
 
     @cached_property
     def device_bytes(self) -> list[int]:
-        """Bytes on the device by action, all parts together."""
+        """Bytes on the device by action, summed over parts."""
         totals: list[int] = self.device.sum(axis=1).tolist()
         return totals
 
     @property
     def lower_bytes(self) -> list[int]:
-        """Bytes in CPU memory and on disk together, as a timeline's records count them."""
+        """Bytes in CPU memory and on disk by action, summed as in a timeline's records."""
         totals: list[int] = (self.cpu + self.disk).tolist()
         return totals
 
     @property
     def peak(self) -> dict[Part, int]:
-        """Bytes of the parts at the action whose sum is highest."""
+        """Bytes of each part at the action with the highest sum."""
         if not self.device_bytes:
             return dict.fromkeys(PARTS, 0)
         at = self.device_bytes.index(self.peak_bytes)
@@ -168,7 +169,7 @@ class MemoryCurve:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on the device at their highest."""
+        """Highest bytes on the device."""
         return max(self.device_bytes, default=0)
 
     @property
@@ -187,43 +188,43 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes per token of one stage on one sp process."""
+    """Bytes of one stage on one process, per token unless stated otherwise."""
 
     graph_layers: tuple[float, ...]
     """Bytes of each layer's graph."""
     attention_layers: tuple[float, ...]
     """Bytes of each layer's attention output and log-sum-exp; 0 without attention."""
     working: float
-    """Bytes of the largest set of tensors at work in one layer beside what it saves."""
+    """Bytes of the largest set of temporary tensors in one layer, besides those that it saves."""
     unpacked: float
-    """Bytes of the largest weight in 4 bits, which each product with it makes whole."""
+    """Bytes of the largest 4-bit weight after dequantization, whatever the tokens."""
     exchange: float
-    """Bytes that a token's way to other processes of a pool and back takes in one layer beside what
-    is at work there in any case: of its four ways (q, k, v; the output; its gradient; those of q,
-    k, v) what comes in last and is not yet used, and a copy of what is sent."""
+    """Bytes of all-to-all buffers in one layer, besides `working`. Of the four exchanges (q, k, v;
+    the output; its gradient; gradients of q, k, v) they hold the largest one's received tensors and
+    a copy of the sent ones."""
     message: float
-    """Bytes of hidden states, or their gradient, between two stages; a layer that is recomputed
-    alone keeps as much, its input."""
+    """Bytes of hidden states, or their gradient, between two stages; also those of the input that a
+    checkpointed layer keeps."""
     kv_layer: float
     """Bytes of K and V of one layer in the store."""
     kv_gradient_layer: float
     """Bytes of dK and dV of one layer in the store."""
     ends: float
-    """Bytes that final norm and loss keep for the backward; at other stages those of the output."""
+    """Bytes that final norm and loss save for the backward; at other stages those of the output."""
     state: int
-    """Bytes of the states that leave a chunk, whatever its tokens."""
+    """Bytes of the recurrent states at the end of a chunk, whatever its tokens."""
     largest_state: int
-    """Bytes of those of one layer."""
+    """Bytes of the largest layer's states."""
     widest_saved: float
     """Bytes of the widest tensor that a graph saves."""
     logit: float
     """Bytes per logit of a tile; 0 except at the last stage."""
     head_gradient: float
-    """Bytes of a trained head's gradient, which autograd makes whole for each tile before it is
-    added to the others; 0 except at the last stage."""
+    """Bytes of a trained head's gradient, which autograd allocates for each tile of the loss before
+    it is accumulated; 0 except at the last stage."""
 
     def attention(self, layers: range) -> float:
-        """Bytes per token of the attention outputs of some layers."""
+        """Return the bytes per token of the attention outputs of some layers."""
         if layers not in self._sums:
             self._sums[layers] = sum(self.attention_layers[layers.start : layers.stop])
         return self._sums[layers]
@@ -234,7 +235,7 @@ class StageBytes:
         return max(self.attention_layers, default=0.0)
 
     def graph(self, recompute_layers: int = 0) -> float:
-        """Bytes per token of the stage's whole graph, its first layers checkpointed."""
+        """Return the bytes per token of the stage's graph with its first layers checkpointed."""
         if recompute_layers not in self._sums:
             kept = sum(self.graph_layers[recompute_layers:])
             self._sums[recompute_layers] = kept + recompute_layers * self.message + self.ends
@@ -242,7 +243,7 @@ class StageBytes:
 
     @cached_property
     def _sums(self) -> dict[range | int, float]:
-        """Bytes of attention by layers, and of graphs by the layers that are recomputed."""
+        """Cache: range of layers -> bytes of attention; checkpointed layers -> bytes of graph."""
         return {}
 
 
@@ -254,17 +255,17 @@ def stage_bytes(
     training: Training,
     factor: float = 1.0,
 ) -> StageBytes:
-    """Bytes per token of the cells of `stage`; `factor` multiplies the graphs (a calibration's).
+    """Return the bytes per token of cells of `stage`; `factor`: a calibration's factor of graphs.
 
-    Graphs are those of transformers' own modules around chunk attention. Logits exist for a tile:
-    in compute dtype and in float32, with their log-softmax and both gradients.
+    Graphs are those of transformers' modules with chunk attention. Logits exist for one tile at a
+    time: in compute dtype and in float32, with their log-softmax and both gradients.
     """
     element = training.compute_bytes
     first = sum(stages[:stage])
     own = shape.layers[first : first + stages[stage]]
     lora, numbers = training.lora, range(first, first + len(own))
     adapters = [0 if lora is None else lora.saves(shape, n) for n in numbers]
-    # each pair of small matrices keeps what is between them
+    # each adapter saves the activation between its two matrices
     between = [lora.rank * len(lora.adapted(shape)[n]) if lora else 0 for n in numbers]
     is_last = stage == len(stages) - 1
     hidden = element * shape.hidden_size
@@ -304,21 +305,21 @@ def stage_bytes(
 
 
 MAPPED_BYTES, SMALL_MAPPED_BYTES = 2**21, 2**17
-"""Blocks from so many bytes on go back to the system when they are freed, and in a plan that
-offloads or under adapters (`runtime.profile.ProcessHeap`): each costs page faults."""
+"""Sizes in bytes from which freed heap blocks are returned to the system, the smaller one in plans
+that offload or with adapters (`runtime.profile.ProcessHeap`); returning costs page faults."""
 SPARE_BYTES = 2**22
-"""Bytes of the rest that may be free at the end of an action, before they go back."""
+"""Free bytes of smaller blocks that the heap may keep at the end of an action."""
 _SPARE = 0.1
-"""Share of a layer's graph that is free meanwhile, where small blocks go back too."""
+"""Share of a layer's graph that is free meanwhile, if small blocks are returned, too."""
 _STAGING_BYTES, _NUM_LARGEST = 2**25, 5
 
 
 def tile_tokens(vocab_size: int, device_type: str) -> int:
-    """Tokens per tile of the loss, so that its logits stay small beside a chunk's activations.
+    """Return the tokens per tile of the loss, so that logits are small compared to activations.
 
-    On a CPU 128 to 256: fewer cost time, more cost memory and save little. One thread, float32, D
-    896, a trained head; milliseconds per token and MiB of peak above the start (the tile's logits
-    about three times, and the V x D gradient that autograd makes per tile):
+    On a CPU 128 to 256: fewer cost time, more cost memory and gain little. Measured on one thread
+    in float32 with D 896 and a trained head; milliseconds per token and MiB of peak above the start
+    (about three times the tile's logits, and the V x D gradient that autograd allocates per tile):
 
         tokens             64           128           256          1,024
         V 4,096     0.32   58    0.31   51    0.26   59    0.25   90
@@ -332,56 +333,56 @@ def tile_tokens(vocab_size: int, device_type: str) -> int:
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """The memory of any plan of one model, on devices with one budget."""
+    """Memory model for plans of one model, on devices with a budget."""
 
     shape: ModelShape
     training: Training
     device_budget_bytes: int
     activation_factor: float = 1.0
-    """Measured over counted bytes of a graph."""
+    """Measured bytes of a graph over counted ones."""
     overhead_bytes: int = 0
-    """Bytes of a framework's own, counted as buffers all through the step."""
+    """Fixed bytes of frameworks and temporary weights, counted as buffers all through a step."""
     heap_blocks: float = 0.0
-    """Number of freed blocks of the largest size that the C library's heap holds; 0 where it was
-    not measured, and on a GPU."""
+    """Freed blocks of the largest size that the C library's heap keeps, as their number; 0 if not
+    measured, and on a GPU."""
     heap_share: float = 0.0
-    """Share that the heap holds of one layer of the largest graph: what a layer frees leaves holes
-    between what it saves."""
+    """Bytes that the heap keeps in gaps between saved tensors, as a share of one layer of the
+    largest graph."""
     device_type: str = "cuda"
-    """Type, cuda or cpu: it decides how large segments of the store and tiles of the loss are."""
+    """cuda or cpu: decides the sizes of segments of the store and of tiles of the loss."""
 
     def cell(self, stages: tuple[int, ...], stage: int) -> StageBytes:
-        """Bytes per token of a cell of one stage."""
+        """Return the bytes per token of cells of one stage."""
         return stage_bytes(self.shape, stages, stage, self.training, self.activation_factor)
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
-        """Bytes of the logits of a tile, at the last stage; in a backward then their gradient, and
-        the head's."""
+        """Return the peak bytes of the loss at the last stage (0 at others): a tile's logits or, in
+        a backward, their gradient with the head's if that is more."""
         tile = min(num_tokens, tile_tokens(self.shape.vocab_size, self.device_type))
         num_logits = self.shape.vocab_size * tile if cell.logit else 0.0
         gradient = max(self.training.compute_bytes, _FLOAT32) * num_logits + cell.head_gradient
         return max(cell.logit * num_logits, gradient if backward else 0.0)
 
     def heap_bytes(self, plan: ChunkPlan, rank: int) -> int:
-        """Bytes that the heap holds all through a step, counted as buffers."""
+        """Return the freed bytes that the heap keeps all through a step, counted as buffers."""
         if not self.heap_blocks and not self.heap_share:
             return 0
         shape, training = self.shape, self.training
         widest = max(
             shape.hidden_size, shape.q_size, *(n.width // n.num_active for n in shape.layers)
         )
-        blocks, graphs = [0.0], [0.0]  # bytes; of a graph those of one layer
+        blocks, graphs = [0.0], [0.0]  # bytes of the largest blocks; of one layer's graph
         for action, what in zip(plan.actions[rank], passes(plan, rank), strict=True):
             if isinstance(action, (Forward, Recompute)):
                 tokens = plan.chunks[action.chunk].num_tokens / plan.sp_size
                 blocks.append(tokens * widest * training.compute_bytes)
                 block_bytes = tokens * shape.hidden_size * training.compute_bytes
-                if what.computes == "graph" and block_bytes < MAPPED_BYTES:  # others go back
+                if what.computes == "graph" and block_bytes < MAPPED_BYTES:  # others are returned
                     cell = stage_bytes(shape, plan.stages, action.stage, training)
                     graph = tokens * cell.graph(what.recompute_layers)
                     graphs.append(graph / plan.stages[action.stage])
             elif isinstance(action, Backward) and training.lora is None:
-                # the gradient of a matrix; embedding and head make theirs whole
+                # gradient of a matrix; those of embedding and head are allocated whole
                 is_end = action.stage in (0, len(plan.stages) - 1)
                 columns = max(widest, shape.vocab_size) if is_end else widest
                 blocks.append(shape.hidden_size * columns * training.gradient_bytes)
@@ -391,15 +392,12 @@ class PlanMemory:
         return round(held)
 
     def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
-        """For each action of the rank, the peak of device bytes in use while it runs."""
+        """Return the peak device bytes during each action of the rank."""
         return self.curve(plan, rank).device_bytes
 
     def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
-        """Return the bytes in every memory while each action of the rank runs, and what it moves.
-
-        The curve is kept beside the plan's cached properties, since a plan does not change: who
-        asks again gets the same arrays, which nobody can write.
-        """
+        """Return the bytes in each memory during each action of the rank, and its copies. The curve
+        is cached on the plan, which is immutable; its arrays are read-only."""
         known: dict[tuple[PlanMemory, int], MemoryCurve] = vars(plan).setdefault("_curves", {})
         if (self, rank) not in known:
             made = known[self, rank] = self._walked(plan, rank)
@@ -408,7 +406,7 @@ class PlanMemory:
         return known[self, rank]
 
     def _walked(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
-        # of the rank's own chunks only: a plan may have a thousand ranks
+        # only for the rank's chunks: a plan may have a thousand ranks
         own = dict.fromkeys(a.chunk for a in plan.actions[rank] if isinstance(a, Forward))
         of_shapes: dict[ModelShape, Any] = vars(plan).setdefault("_loads", {})
         known: dict[int, list[list[float]]] = of_shapes.setdefault(self.shape, {})
@@ -428,10 +426,10 @@ class PlanMemory:
 
 
 def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
-    """(3, S) tokens of a chunk on each process of a pool: its own; those whose K,V it gets beyond
-    its own, and whose gradients it sends back; its own that travel to other processes."""
+    """Return (3, S): tokens of a chunk on each process of a pool; those whose K,V it gathers from
+    others (and whose gradients it sends back); those of its own that are in all-to-alls."""
     is_shared = all(piece.place.size == sp_size for piece in chunk.slices)
-    count = 1 if is_shared else sp_size  # where all have equal loads one stands for all
+    count = 1 if is_shared else sp_size  # if all have equal loads, one process represents them
     own, gathered, travelling = ([0.0] * count for _ in range(3))
     for piece in chunk.slices:
         place, share = piece.place, piece.num_tokens * (1 / piece.place.size)
@@ -446,8 +444,8 @@ def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
 
 
 def _unlike(plan: ChunkPlan, loads: Mapping[int, list[list[float]]]) -> list[int]:
-    """One process of the pool for all that have equal loads, and hold as many tokens of every cut
-    sequence."""
+    """Return one process of the pool for each set with equal loads and equally many tokens of each
+    cut sequence."""
     if plan.sizes_of_places == (plan.sp_size,):
         return [0]
     rows = [row for of_chunk in loads.values() for row in of_chunk]
@@ -459,7 +457,7 @@ def _unlike(plan: ChunkPlan, loads: Mapping[int, list[list[float]]]) -> list[int
 
 
 class _RankMemory:
-    """Bytes that one process has in use, action by action."""
+    """The simulation of one process of a rank, action by action."""
 
     def __init__(
         self,
@@ -469,7 +467,7 @@ class _RankMemory:
         process: int,
         loads: Mapping[int, list[list[float]]],
     ) -> None:
-        """`loads`: of each chunk of the rank (`_loads`)."""
+        """`loads`: `_loads` of each chunk of the rank."""
         self._memory, self._plan, self._rank, self._process = memory, plan, rank, process
         self._actions = plan.actions[rank]
         self._kv_frees, self._input_frees = kv_frees(plan, rank), input_frees(plan, rank)
@@ -482,35 +480,35 @@ class _RankMemory:
             if isinstance(action, (Forward, RebuildKV)) and action.chunk not in trained
             if action.stage == 0
         }
-        """chunk without a Backward -> the action that reads its token ids last."""
+        """chunk without a Backward -> index of the last action that reads its token ids."""
         self._tokens, self._gathered, self._exchanged = (
             {i: load[of][process] for i, load in loads.items()} for of in range(3)
         )
         self._device = dict.fromkeys(PARTS, 0.0)
         self._lower = dict.fromkeys(TARGETS, 0.0)
         self._passing = dict.fromkeys(PARTS, 0.0)
-        """Bytes on the device while the action runs, and no longer."""
+        """Bytes on the device during the current action only."""
         self._held: dict[tuple[str, int, int], tuple[OffloadTarget, Part, float]] = {}
-        """(name, chunk, stage) -> its target, part and bytes."""
+        """(name in `_HELD`, chunk, stage) -> target, part and bytes."""
         self._offload: dict[str, OffloadTarget] = {k: target_of(plan.offload, k) for k in KINDS}
         self._columns = {k: i for i, k in enumerate(KINDS) if self._offload[k] != "none"}
         self._moved = [[0.0] * len(KINDS) for _ in range(4)]
-        """Bytes read, bytes written, reads and writes of the action."""
+        """Bytes read, bytes written, reads and writes of the current action, by kind."""
         self._largest = 0.0
-        """Bytes of the largest tensor that went to the CPU."""
+        """Bytes of the largest tensor offloaded to the CPU."""
         self._stored: dict[tuple[int, int], tuple[StoredLayers, ...]] = {}
         self._num_backwards = Counter(a.stage for a in self._actions if isinstance(a, Backward))
-        """Backwards of each stage until its first one, which makes its gradients."""
+        """Stage -> number of its Backwards, removed by the first, which makes the gradients."""
         self._made = 0.0
-        """Bytes of gradients that the action makes of layers, and that stay."""
+        """Bytes of gradients that the current action makes and that stay, without the head's."""
         self._late: dict[int, tuple[float, float, float, float]] = {}
         self._whole: dict[int, int] = {}
-        """Bytes of the weights of each stage that the plan frees and gathers."""
+        """Stage -> bytes of its whole weights, if the plan frees and gathers them."""
         self._unreduced: dict[int, float] = defaultdict(float)
-        """Bytes of gradients that are freed with the Reduce of each stage."""
+        """Stage -> bytes of gradients that its Reduce frees."""
 
     def run(self) -> MemoryCurve:
-        """Go through the list of the rank."""
+        """Simulate the actions of the rank."""
         self._start()
         count, staged_in = len(self._actions), self._offload["kv"] == "cpu"
         used: list[list[float]] = []
@@ -521,7 +519,7 @@ class _RankMemory:
             self._index = i
             self._begin(action, what)
             lower.append([*self._lower.values()])
-            if type(action) in COMPUTING:  # others have nothing that passes
+            if type(action) in COMPUTING:  # others have no temporary tensors
                 used.append([*map(add, self._device.values(), self._passing.values())])
                 if staged_in:
                     staged[i] = self._passing["kv"] + self._passing["kv_gradients"]
@@ -533,8 +531,8 @@ class _RankMemory:
             self._end(action, i)
         device = np.array(used).reshape(count, len(PARTS))
         if self._largest and self._memory.device_type != "cpu":
-            # the CPU pool's buffers, as `kv.pools` sizes them, and in them blocks of K,V on their
-            # way; a CPU computes on what lies there
+            # staging buffers, sized as in `kv.pools`, which include blocks of K,V in transit; a CPU
+            # needs none, as it computes on CPU memory
             staging = max(_STAGING_BYTES, _NUM_LARGEST * self._largest)
             device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
         cpu, disk = np.rint(lower).astype(np.int64).reshape(count, 2).T
@@ -542,14 +540,14 @@ class _RankMemory:
         return MemoryCurve(np.rint(device).astype(np.int64), cpu, disk, traffic, self._late)
 
     def add(self, part: Part, num_bytes: float, target: OffloadTarget = "none") -> None:
-        """Bytes that stay, or go where they are negative."""
+        """Allocate bytes that outlive the action, or free them if negative."""
         if target == "none":
             self._device[part] += num_bytes
         else:
             self._lower[target] += num_bytes
 
     def read(self, kind: Kind, num_bytes: float, operations: int = 1) -> None:
-        """Count bytes of `kind` that come to the device, where it is offloaded."""
+        """Count a copy of `kind` to the device, if it is offloaded."""
         if (column := self._columns.get(kind)) is not None:
             self._moved[0][column] += num_bytes
             self._moved[2][column] += operations
@@ -557,8 +555,8 @@ class _RankMemory:
     def write(
         self, kind: Kind, num_bytes: float, operations: int = 1, largest: float | None = None
     ) -> None:
-        """Count bytes of `kind` that leave the device, where it is offloaded; `largest`:
-        those of its largest tensor, where they are not all of one size."""
+        """Count a copy of `kind` from the device, if it is offloaded; `largest`: bytes of the
+        largest tensor, if sizes differ."""
         if (column := self._columns.get(kind)) is not None:
             self._moved[1][column] += num_bytes
             self._moved[3][column] += operations
@@ -569,7 +567,7 @@ class _RankMemory:
     def _hold(
         self, name: str, chunk: int, stage: int, num_bytes: float, part: Part | None = None
     ) -> None:
-        """Bytes until they are let go, where their kind is offloaded to."""
+        """Allocate a named tensor of a cell in the offload target of its kind."""
         key, (usual, kind) = (name, chunk, stage), _HELD[name]
         assert key not in self._held, f"{name} of {chunk}.{stage} is there"
         target, part = self._offload[kind] if kind else "none", part or usual
@@ -577,7 +575,7 @@ class _RankMemory:
         self.add(part, num_bytes, target)
 
     def _let_go(self, name: str, chunk: int, stage: int) -> float:
-        """The bytes that it had; 0 if it is not there."""
+        """Free a named tensor of a cell, and return its bytes; 0 if it is not held."""
         if (found := self._held.pop((name, chunk, stage), None)) is None:
             return 0.0
         target, part, num_bytes = found
@@ -585,11 +583,12 @@ class _RankMemory:
         return num_bytes
 
     def _start(self) -> None:
-        """Bytes that are there before the first action, and stay."""
+        """Allocate what is in memory before the first action and stays: weights, optimizer,
+        buffers."""
         plan, memory = self._plan, self._memory
         shape, training = memory.shape, memory.training
         held = self._held_stages
-        alike = len(plan.holders[held[0]]) if held else 1  # share all of their stages
+        alike = len(plan.holders[held[0]]) if held else 1  # ranks that hold the same stages
         group = alike * plan.sp_size * training.replicas
         self._weights = own = training.weights(shape, plan.stages, frozenset(held), group)
         if own.divides and plan.reshards:
@@ -600,7 +599,7 @@ class _RankMemory:
         heap = memory.heap_bytes(plan, self._rank)
         waits = any(count > 1 for count in self._num_backwards.values())
         at_once = 1 in self._num_backwards.values()
-        # between stages the buffer of the last sum stays, and layers gather in another one
+        # with several stages the reduction's buffer stays, and layers gather into another one
         reuses = waits and not heap and len(held) == 1
         collective = own.collective_bytes(reuses=reuses, at_once=at_once, regathers=plan.reshards)
         self.add("buffers", memory.overhead_bytes + heap + collective + self._under_way())
@@ -608,9 +607,9 @@ class _RankMemory:
             self.add("buffers", own.gathered_bytes)
 
     def _under_way(self) -> float:
-        """Bytes of messages beside those that an action reads or makes: from each neighbour one
-        receive is posted ahead, and sends wait until the neighbour takes them, of activations as
-        many as a stage may be ahead."""
+        """Return the bytes of messages in transit, besides those of the current action: one receive
+        is posted ahead per neighbour, and sends wait until the neighbour receives them, activations
+        for as many chunks as a stage runs ahead."""
         most: dict[tuple[type[Action], int], float] = {}
         for action in self._actions:
             if isinstance(action, (Send, Recv)):
@@ -623,7 +622,7 @@ class _RankMemory:
         return sum(most.values())
 
     def _begin(self, action: Action, what: Pass) -> None:
-        """Allocate what the action makes and keeps, and what only lives while it runs."""
+        """Allocate tensors that the action makes, lasting and temporary ones."""
         if isinstance(action, COMPUTING):
             if isinstance(action, Forward):
                 self._deliver(action.chunk, action.stage)
@@ -646,7 +645,7 @@ class _RankMemory:
                 self.add("weights", own.floats * training.compute_bytes)
 
     def _deliver(self, chunk: int, stage: int) -> None:
-        """The cell's own input, if it comes from nowhere else, and its output."""
+        """Allocate the cell's output, and its input if no other action has."""
         tokens, cell = self._tokens[chunk], self._cells[stage]
         message = tokens * cell.message
         if stage == 0:
@@ -654,7 +653,7 @@ class _RankMemory:
         elif ("inputs", chunk, stage) not in self._held:
             self._hold("inputs", chunk, stage, message)
         if stage < len(self._plan.stages) - 1:
-            # what another rank takes waits in a buffer
+            # output for another rank waits in a buffer
             part: Part = "activations" if stage + 1 in self._held_stages else "buffers"
             self._hold("inputs", chunk, stage + 1, message, part)
             self.write("inputs", message)
@@ -675,7 +674,7 @@ class _RankMemory:
             again = range(what.remembered, what.recompute_layers)
             self._stream_kv(chunk, stage, range(height), again)
             self._backward(chunk, stage, recomputes=what.recompute_layers > 0)
-            # the embedding's gradient is added to that of before when the graph is gone
+            # the embedding's gradient is accumulated when the graph has been freed
             added = -sum(passing.values()) - self._graph_bytes(chunk, stage)
             added += self._weights.ends_trained[0] * self._memory.training.compute_bytes
             if num_backwards := self._num_backwards.pop(stage, 0):
@@ -687,7 +686,7 @@ class _RankMemory:
             return
         if entering := cell.state and cell.state * len(list(self._entering(chunk, stage))):
             self.read("kv", entering)
-            passing["states"] += entering  # the copies that the cell works on
+            passing["states"] += entering  # the cell works on copies
         layers = range(what.remembered, height - (what.computes == "to last kv"))
         if layers:
             self._stream_kv(chunk, stage, layers)
@@ -708,13 +707,14 @@ class _RankMemory:
             self._hold("attention", chunk, stage, remembers)
 
     def _lose(self, action: Forward | Recompute | RebuildKV | Backward, *, backward: bool) -> None:
-        """Head and loss run when no layer does; what is more is the action's peak."""
+        """Add head and loss. They do not run at the same time as layers, so the larger of both is
+        the action's peak."""
         tokens, cell = self._tokens[action.chunk], self._cells[action.stage]
         loss = self._memory.loss_bytes(cell, tokens, backward=backward)
         hidden = tokens * cell.message  # the final hidden states, or their gradient
         layer = sum(self._passing[part] for part in _OF_A_LAYER)
         if self._plan.regathers and not self._plan.replicated:
-            self._passing["logits"] += loss  # the last layer's weights arrive meanwhile
+            self._passing["logits"] += loss  # the last layer is gathered at the same time
         elif loss + hidden > layer:
             self._passing |= dict.fromkeys(_OF_A_LAYER, 0.0) | {"logits": loss, "buffers": hidden}
 
@@ -731,7 +731,7 @@ class _RankMemory:
                 self._passing["activations"] += tokens * max(cell.graph_layers) + gathered
         else:
             if self._offload["attention"] == "none":
-                # the graph is made of what was remembered of attention, no second copy
+                # the graph reuses the saved attention outputs without a copy
                 num_bytes -= tokens * cell.attention(range(what.remembered))
             self._hold("graph again", chunk, stage, num_bytes)
         if stage and self._offload["inputs"] != "none":
@@ -765,9 +765,12 @@ class _RankMemory:
     def _make_gradients(
         self, chunk: int, stage: int, again: int, num_backwards: int
     ) -> tuple[float, float]:
-        """The first Backward of a stage, whose first `again` layers run again, makes its gradients:
-        the head's with all of the graph, of layers while that goes. Return what is there beyond the
-        graph with the gradients of all layers, and with that in front of them."""
+        """Allocate the gradients that a stage's first Backward makes: the head's while the whole
+        graph is in memory, those of layers as the graph is freed. `again`: checkpointed layers.
+
+        Return the bytes beyond the whole graph when gradients of all layers are made, and when the
+        embedding's is made, too.
+        """
         gradients = self._weights.gradients(stage, num_backwards)
         for key, whole in self._weights.freed_gradients(stage, gradients):
             self._unreduced[key] += whole
@@ -782,16 +785,16 @@ class _RankMemory:
         return late, end
 
     def _graph_bytes(self, chunk: int, stage: int) -> float:
-        """Bytes of a cell's graph on the device."""
+        """Return the bytes of a cell's graph on the device."""
         held = [self._held.get((name, chunk, stage)) for name in ("graphs", "graph again")]
         return sum(own[2] for own in held if own is not None and own[0] == "none")
 
     def _end(self, action: Action, index: int) -> None:
-        """Free what ends with the action."""
+        """Free the tensors whose last user the action is."""
         for chunk, stage in self._input_frees[index]:
             num_bytes = self._let_go("inputs", chunk, stage)
             if ("graphs", chunk, stage) in self._held and self._offload["inputs"] == "none":
-                # nobody reads it again, but it is the leaf of a graph
+                # no pass reads it again, but it is the leaf of a graph
                 self._hold("leaf", chunk, stage, num_bytes)
         for chunk, stage in self._kv_frees[index]:
             for piece, stored in self._pieces(chunk, stage):
@@ -819,7 +822,7 @@ class _RankMemory:
                 self.add("gradients", -self._unreduced.pop(stage))
 
     def _write_states(self, chunk: int, stage: int) -> None:
-        """The states that leave a cell come into being, unless they are there."""
+        """Allocate the recurrent states at the end of a cell, unless they are held."""
         cell = self._cells[stage]
         leaving = cell.state * sum(
             self._plan.is_read(*link) for link in self._recurrent(chunk, stage)
@@ -829,13 +832,14 @@ class _RankMemory:
             self.write("kv", leaving, largest=cell.largest_state)
 
     def _entering(self, chunk: int, stage: int) -> Iterator[int]:
-        """For each cut sequence whose state enters a cell, the chunk that it comes from."""
+        """Yield the chunk before, for each cut sequence whose state enters a cell."""
         for seq_id, position in self._recurrent(chunk, stage):
             if position:
                 yield self._plan.groups[seq_id][position - 1]
 
     def _recurrent(self, chunk: int, stage: int) -> Iterator[tuple[int, int]]:
-        """Cut sequences of a chunk on this process, and their positions; none without states."""
+        """Yield (seq_id, position in its group) of each cut sequence of a chunk on this process, if
+        the stage has recurrent layers."""
         if not self._cells[stage].state:
             return
         slices = self._plan.chunks[chunk].slices
@@ -845,8 +849,8 @@ class _RankMemory:
                 yield seq_id, position
 
     def _stream_kv(self, chunk: int, stage: int, *layers: range) -> None:
-        """Attention runs in `layers` of the stage; offloaded K,V pass by, in two buffers: one is
-        computed with, one arrives."""
+        """Stream offloaded K,V for attention in `layers` of the stage, through two buffers: one in
+        use, one being loaded."""
         if self._offload["kv"] == "none":
             return
         most = 0.0
@@ -858,7 +862,7 @@ class _RankMemory:
         self._passing["kv"] += most
 
     def _send_kv_back(self, chunk: int, stage: int) -> None:
-        """A Backward adds to the gradients of its prefix, of which old ones pass by."""
+        """Add a Backward's gradients to those of its prefix, of which older ones are streamed."""
         most = 0.0
         for piece, stored in self._pieces(chunk, stage):
             stored.send_back(self, piece)
@@ -868,7 +872,7 @@ class _RankMemory:
         self._passing["kv_gradients"] += most
 
     def _pieces(self, chunk: int, stage: int) -> Iterator[tuple[int, StoredLayers]]:
-        """The pieces of cut sequences in a chunk, each with every kind of layers that store it."""
+        """Yield (piece, stored layers) of each cut sequence in a chunk and each window."""
         for seq_id, piece in self._plan.links[chunk]:
             if (seq_id, stage) not in self._stored:
                 self._stored[seq_id, stage] = self._store(seq_id, stage)
@@ -876,7 +880,8 @@ class _RankMemory:
                 yield piece, stored
 
     def _store(self, seq_id: int, stage: int) -> tuple[StoredLayers, ...]:
-        """Stored tokens of a cut sequence, one entry per window; none without a share of them."""
+        """Return the stored tokens of a cut sequence, one entry per window; none if this process
+        has no share of them."""
         plan, shape, cell = self._plan, self._memory.shape, self._cells[stage]
         group = plan.groups[seq_id][: plan.num_computed[seq_id]]
         first_piece = next(s for s in plan.chunks[group[0]].slices if s.seq_id == seq_id)
@@ -903,12 +908,11 @@ class _RankMemory:
 def first_backward(
     cell: StageBytes, again: int, graph_bytes: float, gradients: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """Bytes of layers' gradients that are there, and of the graph that are gone, in a Backward that
-    makes `gradients` (`RankWeights.gradients`): before each layer, with the first one's gradient
-    there, and with that in front of it.
+    """Return (bytes of gradients made, bytes of graph freed) at moments of a stage's first
+    Backward: before each layer, after the first layer, and with the embedding's gradient.
 
-    `again`: first layers of the stage that keep only their input; `graph_bytes`: of a whole graph
-    on the device.
+    `again`: number of first layers that are checkpointed; `graph_bytes`: whole graph on the device;
+    `gradients`: see `RankWeights.gradients`.
     """
     front, *layers, _ = gradients
     height = len(layers)
@@ -921,14 +925,14 @@ def first_backward(
 
 
 def token_share(piece: Slice, process: int) -> float:
-    """Share of a slice's tokens that a process of the pool holds."""
+    """Return the share of a slice's tokens that a process of the pool holds."""
     place = piece.place
     return 1 / place.size if place.first <= process < place.stop else 0.0
 
 
 def gathered_tokens(piece: Slice, process: int, shape: ModelShape) -> float:
-    """Tokens whose K and V a process of the slice's place gets beyond its own part of them all,
-    in units of whole heads: 0 where each has its own heads alone."""
+    """Return the tokens whose K,V a process gathers from others of the slice's place, times the
+    share of the heads: 0 if each process only has its own heads."""
     share = token_share(piece, process)
     return piece.num_tokens * (shape.kv_share(piece.place.size) - share) if share else 0.0
 
@@ -937,17 +941,16 @@ _NUM_BUFFERS = 2
 
 
 class StoredLayers:
-    """Tokens of one cut sequence that one process stores in the layers of a stage that share a
-    window: K,V and their gradients, by segments.
+    """K,V and their gradients of one cut sequence on one process, for the layers of a stage with
+    one window, by segment.
 
-    A segment's K,V come into being with the first piece that is written to it, their gradients with
-    the first backward that sends any; both die with the last piece that touches it
-    (`plan.segments`). On the device they stay there.
+    A segment's K,V are allocated with its first piece, their gradients with the first backward that
+    sends any; both are freed with the last piece that has tokens in it (`plan.segments`).
 
-    Offloaded, a segment is written once its last piece is, and read by every later pass whose
-    attention runs and sees any of it. All gradients of a prefix but those of its newest NUM_HOT
-    segments are read (but for the first time) and written by every backward; those of a cell's own
-    K,V that are not on the device are read.
+    If K,V are offloaded, a segment is written when its last piece is, and read by each later pass
+    whose attention sees any of it. Gradients of a prefix, except its newest NUM_HOT segments, are
+    read (not the first time) and written by each backward; a cell's own ones are read if they are
+    off the device.
     """
 
     def __init__(
@@ -959,47 +962,47 @@ class StoredLayers:
         gradient_token_bytes: float,
         target: OffloadTarget,
     ) -> None:
-        """`layers`: their numbers within the stage; bytes are of one token in one layer."""
+        """`layers`: their indices within the stage; bytes are per token and layer."""
         self.layers, self._tokens, self._window, self._target = layers, tokens, window, target
         self.kv_token_bytes, self.gradient_token_bytes = kv_token_bytes, gradient_token_bytes
         self.on_device, self._num_layers = target == "none", len(layers)
         self.sizes = tuple(stop - start for start, stop in pairwise(tokens.bounds))
         """Tokens of each segment."""
         self._touched = [tokens.segments(tokens.of_piece(p)) for p in range(len(tokens.lens))]
-        """The segments that hold tokens of each piece."""
+        """[piece] -> segments that hold its tokens."""
         self._num_pieces = Counter(i for touched in self._touched for i in touched)
-        """Pieces that touch each segment."""
+        """Segment -> number of its pieces."""
         self._kv = [len(layers) * kv_token_bytes * n for n in self.sizes]
         self._gradients = [len(layers) * gradient_token_bytes * n for n in self.sizes]
         self._kv_before = [0.0, *accumulate(self._kv)]
         self._seen: dict[int, Sequence[int]] = {}
         self._reading: dict[tuple[range, ...], int] = {}
         self._written: dict[int, set[int]] = {}
-        """segment that is there -> its pieces that were written."""
+        """Allocated segment -> its pieces that were written."""
         self._owners: dict[int, set[int]] = {}
-        """segment that is there -> its pieces that are alive."""
+        """Allocated segment -> its pieces that are not freed."""
         self._filling: set[int] = set()
         """Segments whose K,V are on the device."""
         self._hot: set[int] = set()
         """Segments whose gradients are on the device."""
         self._sent: set[int] = set()
-        """Segments that have gradients; where some backwards are left out, not all behind one."""
+        """Segments that have gradients; in sampled plans they need not be consecutive."""
 
     def seen(self, piece: int) -> Sequence[int]:
-        """The segments that hold tokens which a piece sees, ascending."""
+        """Return the segments with tokens that a piece sees, ascending."""
         if piece not in self._seen:
             self._seen[piece] = self._tokens.seen_segments(piece, self._window)
         return self._seen[piece]
 
     def write(self, rank: _RankMemory, piece: int) -> None:
-        """The K,V of a piece come into being."""
+        """Store the K,V of a piece."""
         for index in self._touched[piece]:
             if index not in self._written:
                 self._written[index], self._owners[index] = set(), set()
                 self._filling.add(index)
                 rank.add("kv", self._kv[index])
             elif not self.on_device and index not in self._filling:
-                # an offloaded segment that another piece keeps
+                # written again into an offloaded segment that another piece keeps alive
                 rank.read("kv", self._kv[index], self._num_layers)
                 rank.write("kv", self._kv[index], self._num_layers)
             self._written[index].add(piece)
@@ -1012,7 +1015,7 @@ class StoredLayers:
                 rank.write("kv", self._kv[index], self._num_layers)
 
     def read(self, rank: _RankMemory, piece: int, *layers: range) -> None:
-        """The segments that `piece` sees come to the device, for `layers` of the stage."""
+        """Read the offloaded segments that `piece` sees, for `layers` of the stage."""
         seen = self.seen(piece)
         filling = [index for index in self._filling if index in seen]
         if isinstance(seen, range):
@@ -1028,14 +1031,14 @@ class StoredLayers:
         rank.read("kv", num_bytes * reading / self._num_layers, num_reads)
 
     def send_back(self, rank: _RankMemory, piece: int) -> None:
-        """The Backward of a piece adds to the gradients of what it sees."""
+        """Add a Backward's gradients to the segments that its piece sees."""
         seen, sent_to = self.seen(piece), self._sent_to(piece)
         if self.on_device:
             new = [index for index in sent_to if index not in self._hot]
             self._hot.update(new)
             rank.add("kv_gradients", self._sum(new))
             return
-        # all but the newest segments go back
+        # all but the newest segments are written back
         num_rest = bisect_left(sent_to, seen[-NUM_HOT:][0] if seen else 0)
         rest, newest = sent_to[:num_rest], sent_to[num_rest:]
         had = [index for index in sent_to if index in self._sent]
@@ -1048,12 +1051,12 @@ class StoredLayers:
         rank.add("kv_gradients", self._sum(newest) - were_here)
         self._hot = self._hot.difference(rest).union(newest)
         self._sent.update(sent_to)
-        # its own, which later pieces have sent
+        # gradients of its own K,V, which later pieces have sent
         own = [i for i in self._touched[piece] if i in self._sent and i not in self._hot]
         rank.read("kv_gradients", self._sum(own), self._num_layers * len(own))
 
     def free(self, rank: _RankMemory, piece: int) -> None:
-        """A piece dies, and every segment that no other one touches."""
+        """Free a piece, and its segments without another live piece."""
         for index in self._touched[piece]:
             owners = self._owners.get(index, set())
             if piece not in owners:
@@ -1071,7 +1074,7 @@ class StoredLayers:
             del self._written[index], self._owners[index]
 
     def _sent_to(self, piece: int) -> Sequence[int]:
-        """The segments that a piece sees and sends gradients to."""
+        """Return the segments that a piece sends gradients to."""
         if self._tokens.with_gradients is None:
             return self.seen(piece)
         runs = self._tokens.seen_from(piece, self._window)
@@ -1081,5 +1084,5 @@ class StoredLayers:
         return sorted({index for part in parts for index in self._tokens.segments(part)})
 
     def _sum(self, indices: Iterable[int]) -> float:
-        """Bytes of the gradients of some segments."""
+        """Return the bytes of the gradients of some segments."""
         return sum(self._gradients[index] for index in indices)

@@ -1,17 +1,18 @@
-"""The training of a model, as far as bytes and seconds depend on it: dtypes, optimizer, ZeRO, LoRA.
+"""The training setup that bytes and seconds depend on: dtypes, optimizer, ZeRO, LoRA.
 
     weights     in compute dtype (bf16: 2 bytes) plus the float32 master copy of trained ones (4);
                 frozen linear layers in 4 bits: half a byte and their scales
     gradients   of trained weights, float32 (4)
     optimizer   AdamW: two float32 moments (8); others: `planners.setup.with_optimizer`
 
-Under ZeRO the n ranks of a sharding group hold 1/n of: 1 the optimizer state and the master copy;
-2 also the gradients; 3 also the weights in compute dtype, of which some layers are whole at a time.
+Under ZeRO each of the n devices of a sharding group holds 1/n of: 1 the optimizer state and the
+master copy; 2 also the gradients; 3 also the weights in compute dtype, of which a few layers are
+whole at a time.
 
-A plan reduces the gradients of a stage once, in its Reduce behind the last Backward. Until then
-ZeRO-2 holds them whole, as ZeRO-1 does, and replicas need no lockstep (DeepSpeed's reduces with
-every micro-batch); under ZeRO-3 every Backward reduces. This runtime (`Training.gathers`) reduces
-those of its layers so; what is beside the layers is gathered and summed whole all through a step.
+A plan reduces the gradients of a stage once, in its Reduce after the last Backward. Until then
+ZeRO-2 holds whole gradients, as ZeRO-1 does, and replicas need no lockstep (DeepSpeed reduces with
+each micro-batch). Under ZeRO-3 each Backward reduces. In this runtime (`Training.gathers`) that
+applies to the layers; weights and gradients outside the layers are whole all through a step.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from furlong.cost.shape import Matrix, ModelShape
 
 ZeroStage = Literal[0, 1, 2, 3]
 PACKED_BYTES = {False: 0.5 + 4 / 64, True: 0.5 + 1 / 64 + 4 / (64 * 256)}
-"""Bytes of a weight in 4 bits by whether the scales of each 64 are quantized themselves: float32
-ones, or bytes with a float32 for each 256 of them."""
+"""Bytes per 4-bit weight, keyed by double quantization: each 64 weights share a float32 scale or,
+with double quantization, a scale of one byte, of which each 256 share a float32."""
 _GATHERED_LAYERS = 2
-"""Layers whose weights are whole at a time under ZeRO-3: one computes, the next arrives."""
+"""Layers with whole weights at a time under ZeRO-3: one computes, the next is gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Lora:
     """`model.lora.target_parameters`."""
     embedding: bool = False
     head: bool = False
-    """Whether a copy of the input embeddings, or of the head, is trained whole beside them."""
+    """Whether the embedding (`embedding`) or the head is trained in full besides the adapters."""
 
     def layer_parameters(self, shape: ModelShape, layer: int) -> int:
         return self.rank * sum(width for _, width, *_ in self.adapted(shape)[layer])
@@ -70,19 +71,19 @@ class Lora:
         return _ends(name, self.modules)
 
     def saves(self, shape: ModelShape, layer: int) -> int:
-        """The column of `SavedBytes` for a layer."""
+        """Return the column of `SavedBytes` for a layer."""
         kinds = {kind for _, _, kind, _ in self.adapted(shape)[layer]}
         return ("mixer" in kinds) + 2 * ("mlp" in kinds)
 
 
 def _ends(name: str, wanted: Iterable[str]) -> bool:
-    """Whether a whole name is one that is wanted or ends with it, as peft compares them."""
+    """Whether a qualified name equals or ends with one of `wanted`, by peft's rule."""
     return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of one device's state, between steps and all through a step."""
+    """Bytes of one device's share of the state."""
 
     weights: int
     gradients: int
@@ -95,80 +96,79 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Trained weights and their dtypes; the defaults are this project's own (bf16 compute)."""
+    """Trained weights, dtypes and sharding; by default computation is in bf16."""
 
     compute_bytes: int = 2
-    """Bytes of a number in weights in use, activations, K and V."""
+    """Bytes per element of weights in use, activations, K and V."""
     master_bytes: int = 4
-    """Bytes of the float32 master copy of a trained weight; 0 if compute runs in that dtype."""
+    """Bytes per trained weight of the float32 master copy; 0 if weights in use are that copy."""
     gradient_bytes: int = 4
     optimizer_bytes: float = 8
-    """Bytes of the optimizer's state per trained parameter: AdamW's two moments in float32."""
+    """Bytes of optimizer state per trained parameter; the default is AdamW's in float32."""
     matrix_bytes: float | None = None
-    """Those per parameter of the layers' matrices, but for experts, where they are others: Muon's
-    momentum."""
+    """Bytes of optimizer state per parameter of the layers' matrices other than experts, if they
+    differ (Muon's momentum)."""
     zero_stage: ZeroStage = 0
     lora: Lora | None = None
     packed_bytes: float | None = None
-    """Bytes of a weight of linear layers in 4 bits, with its scales, which processes do not divide
-    among them; None: they are as other weights."""
+    """Bytes per weight of 4-bit linear layers with scales, which are not sharded; None: linear
+    layers are not quantized."""
     replicas: int = 1
-    """Data-parallel replicas of the whole plan that it does not list; they share its state."""
+    """Data-parallel replicas of the plan in addition to those that it lists; they share its
+    state."""
     replicate: int = 1
-    """Groups of replicas that each share a whole state (HSDP): gradients are also added up between
+    """Groups of replicas that each hold a whole state (HSDP); gradients are all-reduced between
     them."""
     offload_weights: bool | None = False
-    """Whether each process has its part of weights, gradients and optimizer in CPU memory
-    (`offload.weights`), from where whole weights come to its device; see `offloading`. None: not
-    yet, but a search may choose it."""
+    """Whether each process keeps its shards of weights, gradients and optimizer in CPU memory
+    (`offload.weights`), and copies weights to the device for use. None: no, but a search may choose
+    it (`offloading`)."""
     host_is_device: bool = False
-    """Whether the device is a CPU, so that all of that lies on it in any case."""
+    """Whether the device is a CPU, so that CPU memory is device memory."""
     gathers: bool = False
-    """Whether the state is that of this runtime, on FSDP2: every step gathers whole weights from
-    the shards of a group and adds gradients up into shards, and shards of weights lie beside whole
-    ones. The plan says when they are gathered and freed."""
+    """Whether sharding is that of this runtime, on FSDP2: each step gathers whole weights from
+    shards and reduces gradients into shards, and shards stay in memory beside whole weights. The
+    plan says when weights are gathered and freed."""
     overlaps: bool = True
-    """Whether gradients that wait for the last Backward are reduced behind it, and weights gathered
-    behind the first Forward: not so where DeepSpeed's overlap_comm is off, its default below
-    ZeRO-3."""
+    """Whether gradients are reduced during the last Backward, and weights gathered during the first
+    Forward. False for DeepSpeed without overlap_comm, its default below ZeRO-3."""
     kv_gradient_bytes: int = 4
-    """Bytes of a number in dK,dV while they wait for their own chunk."""
+    """Bytes per element of stored dK,dV."""
 
     @classmethod
     def in_dtype(cls, dtype: str) -> Training:
-        """The training of `furlong train`: float32 weights, computing in `dtype`."""
+        """Return the setup of `furlong train`: float32 weights, computation in `dtype`."""
         wide = {"float32": 4, "float64": 8}.get(dtype)
         if wide is None:
             return cls()
         return cls(compute_bytes=wide, master_bytes=0, gradient_bytes=wide, kv_gradient_bytes=wide)
 
     def offloading(self) -> Training:
-        """The same with weights in CPU memory, by FSDP2 on a process that is alone too."""
+        """Return a copy with weights in CPU memory, which uses FSDP2 even on a single process."""
         return replace(self, zero_stage=1, gathers=True, offload_weights=True)
 
     @property
     def regathers(self) -> bool:
-        """Whether each pass gathers weights, unless they are unsharded for longer; a plan that is
-        made for it says so too."""
+        """Whether each pass gathers weights, unless an Unshard does; see `ChunkPlan.regathers`."""
         return self.zero_stage == 3
 
     @property
     def passes_gather(self) -> bool:
-        """Whether this runtime gathers the layers with each pass, and adds their gradients up with
-        each backward: in the pools of a pipeline."""
+        """Whether this runtime gathers layers in each pass and reduces their gradients in each
+        backward: in the pools of a pipeline with `reshard`."""
         return self.gathers and self.regathers
 
     def weights(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int = 1
     ) -> RankWeights:
-        """The weights of a rank that holds the stages `held`; `group_size` devices add up their
-        gradients, and those of each of the groups that hold all weights share them."""
+        """Return the weights of a rank that holds the stages `held`. `group_size` devices reduce
+        their gradients together; the weights are sharded over group_size / replicate of them."""
         return RankWeights(self, shape, stages, held, max(1, group_size // self.replicate))
 
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights of a rank: numbers of parameters, and bytes of what a step holds of them."""
+    """The weights of a rank: numbers of parameters, and bytes of weights, gradients, optimizer."""
 
     training: Training
     shape: ModelShape
@@ -176,7 +176,7 @@ class RankWeights:
     held: frozenset[int]
     """Stages that the rank holds."""
     group_size: int
-    """Devices that share its state."""
+    """Devices over which its state is sharded."""
 
     @cached_property
     def layers(self) -> list[int]:
@@ -185,8 +185,7 @@ class RankWeights:
 
     @cached_property
     def _ends(self) -> tuple[bool, bool]:
-        """Whether the rank holds the first stage, with the embedding, and the last, with the
-        head."""
+        """(whether the rank holds the first stage, with the embedding; the last, with the head)."""
         return 0 in self.held, len(self.stages) - 1 in self.held
 
     @property
@@ -196,30 +195,31 @@ class RankWeights:
 
     @property
     def divides(self) -> bool:
-        """Whether whole weights are copies of parts, which may be freed, in this runtime."""
+        """Whether, in this runtime, whole weights are gathered copies, which can be freed."""
         training = self.training
         return training.gathers and (self.group_size > 1 or bool(training.offload_weights))
 
     @property
     def is_away(self) -> bool:
-        """Whether these parts, their gradients and the optimizer are not on the device."""
+        """Whether shards of weights, gradients and optimizer are off the device."""
         return bool(self.training.offload_weights) and not self.training.host_is_device
 
     @property
     def _is_copied(self) -> bool:
-        """Whether whole weights are copies beside shards, of which a group of one has all."""
+        """Whether whole weights are copies beside shards. In HSDP that includes groups of one
+        device, whose shard is whole."""
         return self.divides or (self.training.gathers and self.training.replicate > 1)
 
     @cached_property
     def beside(self) -> int:
-        """Parameters of embedding and head; tied ones on one rank are one."""
+        """Parameters of embedding and head; tied ones on one rank count once."""
         count = sum(self._ends)
         return self.shape.embedding_parameters * (min(1, count) if self.shape.tied_head else count)
 
     @cached_property
     def ends_trained(self) -> tuple[int, int]:
-        """Trained parameters of the embedding and of the head, whose gradient comes first where
-        they are one."""
+        """Trained parameters of (embedding, head). Tied ones on one rank count for the head, whose
+        gradient comes first."""
         lora, (first, last) = self.training.lora, self._ends
         embedding, head = (True, True) if lora is None else (lora.embedding, lora.head)
         if self.shape.tied_head:
@@ -252,7 +252,7 @@ class RankWeights:
 
     @property
     def beside_floats(self) -> int:
-        """Those beside all layers: the embedding, the head, and norms."""
+        """Parameters in floats outside the layers: embedding, head, and norms."""
         return self.floats - sum(self.float_layers())
 
     @cached_property
@@ -264,41 +264,41 @@ class RankWeights:
         return adapters + self.beside_trained
 
     def float_layers(self) -> list[int]:
-        """Parameters of each layer in floats, without adapters."""
+        """Return the parameters of each layer in floats, without adapters."""
         is_packed = self.training.packed_bytes is not None
         own = (self.shape.layers[n] for n in self.layers)
         return [n.parameters - (n.linear_parameters if is_packed else 0) for n in own]
 
     @property
     def groups(self) -> tuple[int, int, int]:
-        """Parameters that are gathered together, in this runtime: beside the layers, of the
-        embedding, and of the head. Tied ones are beside the layers."""
+        """Parameters of each group of FSDP2 in this runtime, besides layers: (others, embedding,
+        head). Tied embedding and head are in the first."""
         embedding, head = (0 if self.shape.tied_head else self.shape.embedding_parameters * end
                            for end in self._ends)  # fmt: skip
         return self.beside_floats - embedding - head, embedding, head
 
     @property
     def in_use(self) -> int:
-        """Parameters that passes compute with, but for those in 4 bits."""
+        """Parameters that passes compute with, including adapters, without 4-bit ones."""
         return self.floats + (self.trained if self.training.lora is not None else 0)
 
     def whole_bytes(self, stage: int) -> int:
-        """Bytes of a stage's whole weights, as this runtime gathers them: with the embedding in
-        front of the first and the head behind the last, unless these are tied."""
+        """Return the bytes of a stage's whole weights in this runtime, including the embedding in
+        the first stage and the head in the last, unless these are tied."""
         own = RankWeights(self.training, self.shape, self.stages, frozenset((stage,)), 1)
         kept = own.beside if self.shape.tied_head else 0
         return (own.in_use - kept) * self.training.compute_bytes
 
     def freed_bytes(self, *whole: int) -> int:
-        """Bytes of weights that are whole in `state`, and freed while those of the stages `whole`
-        alone are, as this runtime gathers them."""
+        """Return the bytes of weights that `state` counts as whole, and that are freed while only
+        the stages `whole` are gathered."""
         if not self.divides:
             return 0
         return sum(n for stage, n in self._whole.items() if stage not in whole)
 
     @cached_property
     def _whole(self) -> dict[int, int]:
-        """Bytes of the whole weights of each stage that the rank holds."""
+        """Stage that the rank holds -> bytes of its whole weights."""
         return {stage: self.whole_bytes(stage) for stage in self.held}
 
     @property
@@ -310,14 +310,14 @@ class RankWeights:
 
     @property
     def start_bytes(self) -> int:
-        """Bytes of weights at the start of this runtime: the share, and the largest group of
-        weights that is whole while it is read, divided or checked."""
+        """Bytes of weights at the start of a run: the share, and the largest FSDP2 group, which is
+        whole while it is loaded, sharded or checked."""
         widest = max(self.training.master_bytes, self.training.compute_bytes)
         return self.share_bytes + max(*self.float_layers(), *self.groups) * widest
 
     def whole_at_a_time(self, *, reshards: bool) -> int:
-        """Most bytes of whole weights at a time: of all stages, or of two neighbours; of two layers
-        and what is beside them where passes gather."""
+        """Return the most bytes of whole weights at a time: of all stages, with `reshards` of two
+        neighbouring ones; if passes gather, of two layers and weights outside the layers."""
         if self.passes_gather:
             return self.gathered_bytes + self.beside_floats * self.training.compute_bytes
         freed = 0
@@ -327,8 +327,8 @@ class RankWeights:
 
     @property
     def resharded_bytes(self) -> int:
-        """Most bytes of the state in a step that frees the weights of stages, in this runtime:
-        whole ones are of two stages at a time, whole gradients of one, the last one first."""
+        """Most bytes of the state in a step that frees weights of stages, in this runtime: weights
+        of two stages are whole at a time, gradients of one, from the last stage on."""
         state, used, most = self.state, 0.0, -inf
         unreduced: dict[int, float] = defaultdict(float)
         for stage in sorted(self.held, reverse=True):
@@ -347,7 +347,7 @@ class RankWeights:
         shard = [1 if training.zero_stage < stage else self.group_size for stage in (2, 3)]
         weights = self.in_use * training.compute_bytes / shard[1]
         sums = self.trained / shard[0]
-        if self.passes_gather:  # what is beside the layers is whole all through a step
+        if self.passes_gather:  # weights outside the layers are whole all through a step
             weights = float(self.beside_floats * training.compute_bytes)
             sums = self.beside_trained + (self.trained - self.beside_trained) / self.group_size
         weights += self.packed * (training.packed_bytes or 0)
@@ -360,20 +360,20 @@ class RankWeights:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in CPU memory where the weights lie there: a process's part of them, of a step's
-        gradients and of the optimizer."""
+        """Bytes in CPU memory of a process if weights are offloaded: its shards of weights,
+        gradients and optimizer."""
         if not self.training.offload_weights:
             return 0
         return round(sum(self._parts_bytes) + self.returned_bytes)
 
     @property
     def returned_bytes(self) -> float:
-        """Bytes of its part of the gradients, which go there once a step."""
+        """Bytes of its shards of gradients, which are copied to CPU memory once per step."""
         return self.trained * self.training.gradient_bytes / self.group_size
 
     @property
     def _parts_bytes(self) -> tuple[float, float]:
-        """Bytes of the weights that a device has beside whole ones, and of its optimizer."""
+        """Bytes of (shards of weights beside whole ones, optimizer) on one device."""
         training, trained = self.training, self.trained
         shards = self.group_size if training.zero_stage else 1
         weights = trained * training.master_bytes / shards
@@ -385,9 +385,8 @@ class RankWeights:
         return weights, self._optimizer_bytes() / shards
 
     def brought_bytes(self, stage: int) -> float:
-        """Bytes that an Unshard of a stage brings from CPU memory to each device that has it: its
-        part in the dtype in which that lies there. A weight that embedding and head share comes
-        with the first stage."""
+        """Return the bytes that an Unshard of a stage copies from CPU memory to each device: its
+        shard in the stored dtype. A tied embedding is copied with the first stage."""
         training = self.training
         if not training.offload_weights:
             return 0.0
@@ -399,7 +398,7 @@ class RankWeights:
         return (trained * wide + frozen * training.compute_bytes) / self.group_size
 
     def _optimizer_bytes(self) -> float:
-        """Bytes of the optimizer's state on all devices that share it."""
+        """Return the bytes of the optimizer's state over all devices that share it."""
         training, others = self.training, self.beside_trained
         if training.matrix_bytes is None:
             return self.trained * training.optimizer_bytes
@@ -411,13 +410,15 @@ class RankWeights:
     def collective_bytes(
         self, *, reuses: bool = True, at_once: bool = False, regathers: bool = False
     ) -> int:
-        """Bytes beside whole weights and gradients while a group gathers or adds them up: the
-        largest layer passes through a buffer; so do the embedding and the head, one after the
-        other, when gradients of layers are shards. `reuses`: whether whole gradients have waited,
-        whose memory is there again when they are shards; a C library's heap keeps it. `at_once`:
-        whether a stage adds up in its only Backward, or in each where passes gather, beside which
-        the next layer makes its own.
-        `regathers`: whether weights are gathered while gradients are added up."""
+        """Return the bytes of buffers of gathers and reductions, beside whole weights and
+        gradients. The largest layer passes through a buffer; so do embedding and head, one after
+        the other, when gradients of layers are shards already.
+
+        `reuses`: whether whole gradients have accumulated, so that buffers reuse the memory that is
+        freed as they become shards (a C library's heap keeps it). `at_once`: whether a stage has a
+        single Backward, which reduces while the next layer makes its gradients. `regathers`:
+        whether weights are gathered while gradients are reduced.
+        """
         training, lora = self.training, self.training.lora
         if not self._is_copied:
             return 0
@@ -437,11 +438,11 @@ class RankWeights:
         return round(beside + max(max(layers) * element_bytes + made, gathered, ends))
 
     def gradients(self, stage: int, num_backwards: int) -> list[float]:
-        """Bytes of the gradients that a stage's first Backward makes, of so many: in front of its
-        layers, of each layer, and behind them.
+        """Return the bytes of gradients that a stage's first of `num_backwards` Backwards leaves:
+        before its layers, of each layer, and after them.
 
-        They are whole until they are reduced, which this runtime does in the last Backward of a
-        stage, layer by layer, and ZeRO-3 in each; so does this runtime where passes gather.
+        They are whole until they are reduced: in this runtime in the last Backward of a stage,
+        layer by layer; under ZeRO-3, or if passes gather, in each Backward.
         """
         front, *layers, behind = self._whole_gradients(stage)
         is_shard = self.training.zero_stage == 3 and not self.passes_gather
@@ -451,7 +452,7 @@ class RankWeights:
         return [of_ends * front, *(share * own for own in layers), of_ends * behind]
 
     def _whole_gradients(self, stage: int) -> list[float]:
-        """Bytes of those in front of a stage's layers, of each layer, and behind them."""
+        """Return the bytes of whole gradients before a stage's layers, of each, and after them."""
         training, shape, lora = self.training, self.shape, self.training.lora
         numbers = range(sum(self.stages[:stage]), sum(self.stages[: stage + 1]))
         layers = [
@@ -466,10 +467,10 @@ class RankWeights:
         return [float(training.gradient_bytes * n) for n in (ends[0], *layers, ends[1])]
 
     def freed_gradients(self, stage: int, made: Sequence[float]) -> list[tuple[int, float]]:
-        """Stages whose Reduce leaves shards of gradients that the first Backward of `stage` has
-        `made`, each with the bytes that are free from then on, in this runtime: all where shards
-        lie elsewhere. A gradient that embedding and head share is reduced with the rank's first
-        stage."""
+        """Return (stage, bytes): the bytes of the gradients `made` by the first Backward of `stage`
+        that the Reduce of another (or the same) stage frees, in this runtime: all but shards, or
+        all if shards are off the device. The gradient of a tied embedding is reduced with the
+        rank's first stage."""
         if not self.divides:
             return []
         share = 0.0 if self.is_away else 1 / self.group_size
@@ -480,8 +481,8 @@ class RankWeights:
 
     @property
     def gathered_bytes(self) -> int:
-        """Weights in compute dtype that are whole at a time under ZeRO-3 without an Unshard: the
-        largest layers, or the head."""
+        """Most bytes of weights that are whole at a time under ZeRO-3 without an Unshard: of the
+        largest layers, or of the head."""
         training = self.training
         if training.zero_stage < 3 or self.group_size <= 1:
             return 0
