@@ -1,24 +1,25 @@
-"""ChunkFlow: chunks of equal tokens, and pipelines that know which of them depend on each other.
+"""ChunkFlow: chunks of equal tokens, and pipelines that respect the dependencies between them.
 
 Yuan et al., ICML 2025 (arXiv 2503.02356). A sequence longer than a chunk is cut into pieces of
-`size` tokens, shorter ones are packed whole (Algorithm 1: `chunks.group_chunks`, `.pack`). Of a
-cut sequence the forwards ascend and all but the last `num_retained` pieces (the paper's K) drop
-their graphs; backwards descend, each behind the recompute of what was dropped, with K,V and dK,dV
-kept for the sequence (Algorithm 2: `orders.schedule_group`). In a pipeline the backwards of a
-sequence are bound to the place of its last piece, and stage s of P runs P - 1 - s forwards ahead
-(state-aware 1F1B: `orders.state_aware_lists`); it holds at most P - 1 - s + K graphs. A piece that
-is recomputed takes 4 units where a retained one takes 3 (forward 1, backward 2).
+`size` tokens, shorter ones are packed whole (Algorithm 1: `chunks.group_chunks`, `.pack`). Forwards
+of a cut sequence ascend, and all but the last `num_retained` pieces (the paper's K) drop their
+graphs. Backwards descend, each after the recompute of a dropped graph, with K,V and dK,dV kept for
+the sequence (Algorithm 2: `orders.schedule_group`). In a pipeline all backwards of a sequence run
+in the slot of its last piece, and stage s of P runs P - 1 - s forwards ahead (state-aware 1F1B:
+`orders.state_aware_lists`); it holds at most P - 1 - s + K graphs. A recomputed piece takes 4 units
+of time, a retained one 3 (forward 1, backward 2).
 
 Errata: the listing of Algorithm 2 retains about N - K pieces (the text, K of N, is right), and
 recomputes ascending, where dK,dV of a piece would be incomplete: gradients then err by 28 to 40 %.
-Algorithm 1 puts a sequence of exactly `size` tokens into no list; it is short. Of Figure 5 chunks
-4 to 6 run twice, not 3. The paper gives no algorithm for state-aware 1F1B: the rule here gives the
-bubbles of its Figures 2 and 7 exactly (Eq. 1, where a recompute is no useful work), 57.14 and 60 %.
-Of Figure 6 it gives 45.45 % (K = 1) and 42.86 % (K = 2) where 54.1 and 47.8 are printed: longest
-sequences first, and a recompute as soon as a stage is free, leave less idle than what was drawn.
+Algorithm 1 puts a sequence of exactly `size` tokens into no list; here it is short. In Figure 5
+chunks 4 to 6 run twice, not 3. The paper gives no algorithm for state-aware 1F1B; the rule here
+gives the bubbles of its Figures 2 and 7 exactly (Eq. 1, where recomputation counts as bubble),
+57.14 and 60 %. For Figure 6 it gives 45.45 % (K = 1) and 42.86 % (K = 2), where 54.1 and 47.8 are
+printed: longest sequences first, and a recompute as soon as a stage is free, leave less idle time.
 
-Ours: `size` and `num_retained` are searched by the cost model's seconds, where the paper runs a
-grid of them. The order of Figure 6 (above). A tail piece shares no chunk with short sequences.
+Differences to the paper: `size` and `num_retained` are searched with the cost model, where the
+paper runs a grid of them; the order of Figure 6 (above). As in the paper, the last piece of a
+sequence shares no chunk with short sequences.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from furlong.planners.question import Candidate, Question
 
 
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """Plans of every chunk size and number of retained chunks, the fastest by estimate first."""
+    """Yield candidates of all chunk sizes and numbers of retained chunks, by estimated time."""
     yield from chunks(
         question, layout, "chunkflow", keep="kv", order="chunk-first", hybrid=False
     )  # fmt: skip

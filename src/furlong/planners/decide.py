@@ -1,11 +1,11 @@
-"""The options, the method and the layout that `auto` chooses for a run, and the words for them.
+"""The options, the method and the layout that `auto` chooses for a run, with words for them.
 
     decision = decide(lengths, size=StepSize(32), model=model, limits=limits)
     decision.options, decision.words, decision.predict(plan)
 
-The search is that of `planners.search`; what is given holds. Times are those of a run's first
-steps, or of some sequences of them; the longest sequence of the data must fit. `longest_sequence`
-finds the longest one that a decision could still train.
+The search is that of `planners.search`; choices of the user are fixed. Times are predicted for the
+first steps of a run, or some of their sequences; the data's longest sequence must fit.
+`longest_sequence` finds the longest one that a decision could train.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ if TYPE_CHECKING:
 MAX_CHUNKS = 2048
 """Most chunks of the longest sequence: more take too long to plan."""
 MAX_ACTIONS = 6_000
-"""Most actions of one rank in a plan that is tried."""
+"""Most actions of one rank in plans of `longest_sequence`."""
 _MOST_PROBES = 16
-"""Lengths of which a plan is made to find the longest."""
+"""Most lengths that `longest_sequence` plans."""
 MAX_TOKENS = 2**28
 
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """The answer to how long a sequence may be."""
+    """The longest sequence that can be trained."""
 
     num_tokens: int
-    """0 where not even one token fits."""
+    """Its tokens; 0 if not even one token fits."""
     limit: Literal["memory", "positions", "trials"]
     """Reason for the limit: a longer sequence does not fit, the model has no more positions, or
     nothing longer was tried."""
@@ -73,13 +73,12 @@ class Longest:
 def longest_sequence(
     answer: Answer, *, start: int = 1024, num_positions: int | None = None
 ) -> Longest:
-    """The longest one that fits, to 1 % or a token, with the options of a run in its layout, which
-    has to hold every sequence in evaluations; or with the method that is named, which plans anew
-    each time.
+    """Find the longest sequence that fits, to 1 % or a token, with the chosen options (which a run
+    uses in evaluations) or by the named method.
 
-    `start`: a length to try first; `num_positions`: the most that the model has, None where that is
-    unknown. The other replicas share the state and hold less. Bytes grow with tokens on lines with
-    few bends, so a few plans tell where they meet the limit.
+    `start`: length to try first; `num_positions`: positions of the model; None: unknown. One
+    replica is planned; the others share its state and need less. Bytes are piecewise linear in
+    tokens with few bends, so interpolation needs a few plans only.
     """
     question, best = answer.asked, answer.best
     memory, limits = question.model_of(best.layout).memory(), question.limits
@@ -90,8 +89,8 @@ def longest_sequence(
         plans += [own.plan_of for own in candidates_of(best.method)(question, best.layout)]
 
     def room(num_tokens: int) -> tuple[float, int]:
-        """The share of its limit that the fullest memory lacks (below 0: that is left), and the
-        actions of a rank."""
+        """Return the excess of the fullest memory as a share of its limit (negative: free), and the
+        number of actions of a rank."""
         least, actions = inf, 0
         for plan_of in plans:
             with suppress(PlanError, UserError):
@@ -105,7 +104,7 @@ def longest_sequence(
         return least, actions
 
     limit = most = num_positions or MAX_TOKENS
-    low, lacks, longest_refused = 0, -1.0, inf  # what fits, with the share that it lacks
+    low, lacks, longest_refused = 0, -1.0, inf  # longest that fits, and its (negative) excess
     tried = min(max(1, start), most)
     for _ in range(_MOST_PROBES):
         share, actions = room(tried)
@@ -178,7 +177,7 @@ class Decision:
     options then free the weights of stages, on one process too."""
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
-        """Seconds and bytes of a plan's step; None where there is nothing to predict with."""
+        """Return seconds and bytes of a plan's step; None without a cost model."""
         return None if self.model is None else predict_step(self.model, plan)
 
 
@@ -201,15 +200,15 @@ def decide(
     tell: Callable[[str], None] | None = None,
     may_cut_short: bool = False,
 ) -> Decision:
-    """The options of a run over sequences of these lengths, and its layout.
+    """Return the options and the layout of a run over sequences of these lengths.
 
-    `model`: of one device. `size`: of a step. `longest`: tokens of the data's longest sequence, if
-    it is not among `lengths`. `steps`: the sequences of the steps that are timed; None: drawn as a
-    run draws them. `calls`: those of a loss that stands between two phases, on one device
-    (`choose_calls`): the first are timed, and all must fit. `given`: options, and sizes of the
-    layout, that the user has given. Where no plan is predicted to fit, small chunks that keep K,V
-    are taken, and the words say so; with `must_fit` that is a ConfigError, whose advice is that for
-    a run, or without `alone` that for who may take more devices. `may_cut_short`: see `search`.
+    `size`: of a step. `model`: cost model of one device. `longest`: tokens of the data's longest
+    sequence, if it is not among `lengths`. `steps`: sequences of the steps to time; None: drawn as
+    in a run. `calls`: calls in two phases on one device (`choose_calls`), of which the first are
+    timed, and all must fit. `given`: options and sizes of the layout that the user has set. If no
+    plan is predicted to fit, small chunks that keep K,V are chosen, and the words say so; with
+    `must_fit` a ConfigError is raised, whose advice assumes that devices are fixed if `alone`.
+    `may_cut_short`: see `search`.
     """
     if calls:
         question = _question_of_calls(calls, model, limits, given or {})
@@ -273,10 +272,12 @@ def _question_of_calls(
 def sample_steps(
     lengths: Lengths, size: StepSize, seed: int, num_devices: int = 1
 ) -> tuple[Sequence[int], StepSize]:
-    """Sequences of a run's first steps, and the size of these steps: as many whole steps as have
-    tokens enough; of a larger step some of its sequences, evenly spread over their lengths, one for
-    each device at least. Several devices have several steps, for one sequence may decide how long a
-    step takes all of them. The size in tokens comes with the mean number of sequences."""
+    """Return the sequences of a run's first steps, and the size of these steps.
+
+    There are as many whole steps as the bounds on tokens allow; of a step that is too large, some
+    sequences evenly spread over their lengths, at least one per device. With several devices there
+    are several steps, since a single sequence may decide the time of a step. A size in tokens gets
+    the mean number of sequences."""
     least, most = _MIN_STEPS if num_devices > 1 else 1, max(_MAX_SEQUENCES, num_devices)
     most_tokens = _MAX_TOKENS * min(num_devices, _MOST_TIMES)
     if size.sequences is not None:
@@ -286,7 +287,7 @@ def sample_steps(
     else:
         drawn = draw_lengths(lengths, most, seed)
         stops = size.stops(drawn)
-        stops = stops[:-1] or stops  # what follows may belong to the last one
+        stops = stops[:-1] or stops  # the last step may be incomplete
         size = replace(size, sequences=-(-stops[-1] // len(stops)))
         enough = next((n for n, stop in enumerate(stops, 1) if stop >= _MIN_SEQUENCES), len(stops))
         stops = stops[: max(least, enough)]
@@ -302,15 +303,15 @@ def sample_steps(
 
 
 def whole_step(lengths: Lengths, size: StepSize, seed: int, longest: int) -> list[int]:
-    """Return the sequences of a run's first step, the longest of them in the place of its longest:
-    no step that a run draws is likely to need more."""
+    """Return the sequences of a run's first step, with its longest one replaced by `longest`: no
+    step of the run is likely to need more memory."""
     drawn = draw_lengths(lengths, min(size.sequences or _MOST_IN_A_STEP, _MOST_IN_A_STEP), seed)
     step = [longest, *sorted(drawn[: size.stops(drawn)[0]], reverse=True)[1:]]
     return step[: size.stops(step)[0]]
 
 
 def check_pair_options(config: RunConfig) -> None:
-    """Raises ConfigError for options that two phases have not."""
+    """Raise ConfigError for options that two phases do not support."""
     chunks, loss, retained = config.chunks, config.train.loss, config.chunks.num_retained
     for name, value, is_odd, change in (
         ("keep", chunks.keep, chunks.keep == "all", "set it to attention, kv or input"),
@@ -336,9 +337,9 @@ def with_keep(
     seq_lens: Sequence[int], options: ChunkOptions, memory: PlanMemory, budgets: Limits,
     forks: Forks | None = None,
 ) -> ChunkOptions:  # fmt: skip
-    """The options with a keep in the place of auto: the first of `KEEPS` whose plan the budgets
-    hold beside weights, gradients and optimizer; where none does the last one, which needs least.
-    `forks`: where sequences branch."""
+    """Resolve keep="auto": return the options with the first of `KEEPS` whose plan fits `budgets`
+    besides weights, gradients and optimizer, or with the last one, which needs least. `forks`:
+    branches of sequences."""
     for keep in KEEPS:
         found = replace(options, keep=keep)
         plan = plan_two_phases(seq_lens, found, num_layers=memory.shape.num_layers, forks=forks)
@@ -348,8 +349,8 @@ def with_keep(
 
 
 def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
-    """Most bytes that a plan in two phases needs of each memory, besides weights, gradients and
-    optimizer; with the final hidden states that it gives out, and their gradient."""
+    """Return the peak bytes of a plan in two phases in each memory, without weights, gradients and
+    optimizer, but with the final hidden states that it returns, and their gradient."""
     curve = memory.curve(plan, 0)
     columns = [index for index, part in enumerate(PARTS) if part not in STATE]
     per_token = 2 * memory.shape.hidden_size * memory.training.compute_bytes
@@ -358,7 +359,8 @@ def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
 
 
 def nearest(answer: Answer) -> tuple[Candidate | None, Layout]:
-    """The plan that lacks least, or None where the state of a layout lacks less; and its layout."""
+    """Return the candidate closest to fitting (None if a layout is closer whose state alone does
+    not fit), and its layout."""
     question, limits, refused = answer.question, answer.question.limits, answer.refused
     too_large = sorted(answer.too_large, key=lambda pair: pair[1])
     least = limits.lacking(refused[0].needs) if refused else inf
@@ -371,8 +373,8 @@ def nearest(answer: Answer) -> tuple[Candidate | None, Layout]:
 
 
 def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
-    """The error of a search in which nothing fits in any layout, with the budgets that would do.
-    `alone`: a run's devices are given."""
+    """Return the error of a search in which nothing fits, with budgets that would suffice. `alone`:
+    whether the run's devices are fixed."""
     question, (trial, layout) = answer.question, nearest(answer)
     limits, training, num_devices = question.limits, question.model.training, question.num_devices
     state_bytes = question.state_bytes(layout)
@@ -393,7 +395,7 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
             part, words = _largest_below(trial, question)
             needs += f": {words}"
         given = f"of {plans} none fits; nearest is {options_in_words(options)}, {needs}"
-        # no run has smaller chunks: that advice would lead nowhere
+        # chunks cannot be smaller, so advice to leave out the size would not help
         names = [n for n in question.options if n != "size" or options.size > SMALLEST_CHUNK]
         sizes = (f"memory.{name}: {budget_of(most)}" for name, most in enough.items())
         change = advice(part, training, num_devices, names, alone=alone or on_cpu, memory=memory)
@@ -421,8 +423,8 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
 
 
 def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
-    """The larger part of what a plan with weights in CPU memory needs there, `state` or `cpu`, and
-    the words for both."""
+    """Return the larger part of CPU memory of a plan with offloaded weights, `state` or `cpu`, and
+    words for both."""
     own = question.resharded(trial.layout)
     kept = trial.needs.cpu_bytes - own.host_bytes
     words = f"weights, gradients and optimizer {format_bytes(own.host_bytes)}"
@@ -432,7 +434,7 @@ def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
 
 
 def _nothing_offered(question: Question, error: Exception | None) -> ConfigError:
-    """The error of a method that has no plan; `error`: its own reason."""
+    """Return the error for a method without a plan; `error`: the one that it raised."""
     method = f"chunks.method = {question.method}"
     if isinstance(error, UserError):
         return ConfigError(
@@ -464,7 +466,8 @@ def _nothing_offered(question: Question, error: Exception | None) -> ConfigError
 
 
 def why(answer: Answer, budget_words: str) -> str:
-    """The chosen options of a layout, their reason, and the price of the next best."""
+    """Return words for the chosen options, the reason for them, and how much slower the next best
+    are."""
     limits, (best, *others) = answer.question.limits, answer.tried
     budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
     options, needs = options_in_words(best.options), needs_in_words(best.needs)
@@ -489,7 +492,7 @@ def why(answer: Answer, budget_words: str) -> str:
 
 
 def needs_in_words(needs: Needs) -> str:
-    """Bytes of each memory that holds any."""
+    """Return words for the bytes of each memory in use."""
     words = format_bytes(needs.device_bytes)
     for memory, num_bytes in (("CPU", needs.cpu_bytes), ("disk", needs.disk_bytes)):
         if num_bytes:
@@ -498,14 +501,15 @@ def needs_in_words(needs: Needs) -> str:
 
 
 def compared(ratio: float) -> str:
-    """Words for a ratio of two durations: 1.032 is '3.2% slower'."""
+    """Return words for a ratio of two durations: 1.032 is '3.2% slower'."""
     if abs(ratio - 1) < 5e-4:
         return "as fast"
     return f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
 
 
 def layouts_in_words(answer: Answer) -> str:
-    """The chosen layout with the seconds of its step, the next best, and what does not fit."""
+    """Return words for the chosen layout with its step time, the next best, and those that do not
+    fit."""
     best, question = answer.best, answer.question
     layout = best.layout
     fastest: dict[Layout, Candidate] = {}
@@ -540,7 +544,7 @@ def layouts_in_words(answer: Answer) -> str:
 
 
 def share_of(model: CostModel, decision: Decision) -> RankWeights:
-    """The weights of a process of a run, of one that has most of them."""
+    """Return the weights of the process of a run that has most of them."""
     layout, shape = decision.layout, model.shape
     stages = decision.stages or stages_of(shape.num_layers, decision.options)
     stage_sets = [{stage} for stage in range(layout.pp)] if layout.pp > 1 else [range(len(stages))]
@@ -554,6 +558,6 @@ def share_of(model: CostModel, decision: Decision) -> RankWeights:
 
 
 def division_in_words(layout: Layout, stages: Sequence[int]) -> str:
-    """The layout of a run, with the layers of its stages."""
+    """Return words for the layout of a run and the layers of its stages."""
     layers = f" of {', '.join(map(str, stages))} layers" if stages else ""
     return f"{layout}{layers}"

@@ -1,4 +1,4 @@
-"""How devices are divided: data-parallel replicas, sequence-parallel groups, pipeline stages."""
+"""Layouts of devices: data-parallel replicas, sequence-parallel groups, pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from furlong.units import count_words
 
 Floats = npt.NDArray[np.float64]
 _STATE_SHARE = 0.9
-"""Share of a device that the state of a pipeline's stage may take: the rest is left for passes."""
+"""Share of a device's memory that the state of a pipeline stage may take; passes need the rest."""
 
 
 def layouts(
@@ -30,13 +30,13 @@ def layouts(
     gathers: bool = False,
     replicate: int = 1,
 ) -> list[Layout]:
-    """All layouts of `num_devices` that the model can take, with the sizes that are given.
+    """Return all layouts of `num_devices` that the model supports, with the given sizes.
 
-    An sp group divides the query heads (Ulysses). Larger ones, which gather K,V, come last, and
-    without `gathers` only where the given sizes leave no other; recurrent layers are on one device.
-    A pipeline has no more stages than layers, and one where layers need more than what the one
-    before them gives. Replicas are in `replicate` groups, see `require_replicate`. Raises
-    ConfigError that shows the arithmetic where nothing is left.
+    An sp group whose size divides the query heads uses Ulysses. Other sizes, which gather K,V, come
+    last, and without `gathers` only if the given sizes leave no other. Recurrent layers need sp 1.
+    A pipeline has at most as many stages as layers, and only one if layers need more than the
+    output of the layer before. Replicas form `replicate` groups (`require_replicate`). Raises
+    ConfigError, which shows the arithmetic, if no layout is left.
     """
     found = [
         Layout(num_devices // (s * p), s, p)
@@ -57,8 +57,8 @@ def layouts(
 
 
 def require_replicate(dp: int, replicate: int) -> None:
-    """Raise ConfigError unless replicas can be put into so many groups that each hold all
-    weights."""
+    """Raise ConfigError unless `replicate`, the number of groups that each hold all weights,
+    divides dp."""
     if replicate < 1 or dp % replicate:
         raise ConfigError(
             given=f"replicate {replicate} with dp {dp}",
@@ -69,7 +69,7 @@ def require_replicate(dp: int, replicate: int) -> None:
 
 
 def no_pools(layout: Layout, replicate: int) -> ConfigError:
-    """The error for a pipeline that cannot divide the weights of its stages in pools."""
+    """Return the error for a pipeline that cannot shard the weights of its stages over pools."""
     given = f"parallel.reshard = true with {layout}"
     return ConfigError(
         given=f"{given}, parallel.replicate {replicate}" if replicate > 1 else given,
@@ -81,14 +81,14 @@ def no_pools(layout: Layout, replicate: int) -> ConfigError:
 
 
 def replicate_of(layout: Layout, reshards: bool, replicate: int) -> int:
-    """Groups of replicas that each hold all weights of a stage: the given number; where the passes
-    of a pipeline gather them each pool, for replicas go their own ways."""
+    """Return the number of groups that each hold all weights of a stage: `replicate`, or each pool
+    if passes of a pipeline gather weights, as replicas do not run in lockstep."""
     return layout.dp if reshards and layout.pp > 1 else replicate
 
 
 def refuse_reshard_alone(num_devices: int, replicate: int = 1, *, offloads: bool = False) -> None:
-    """Raise ConfigError for groups of one device, which divides its weights among no others, unless
-    it brings them from CPU memory."""
+    """Raise ConfigError for reshard with groups of one device, which has nothing to gather, unless
+    it copies weights from CPU memory."""
     if num_devices <= replicate and not offloads:
         groups = f"{count_words(replicate, 'group')} of one device"
         raise ConfigError(
@@ -101,7 +101,7 @@ def refuse_reshard_alone(num_devices: int, replicate: int = 1, *, offloads: bool
 
 
 def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]) -> ConfigError:
-    """The error for sizes that no layout of the devices has: the first reason why."""
+    """Return the error for sizes that no layout of the devices has, with the first reason."""
     product = prod(size or 1 for size in sizes.values())
     words = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in sizes.items())
     relation = "a multiple of" if None in sizes.values() else "="
@@ -135,10 +135,12 @@ def cut_layers(
     group_size: int = 1,
     limit_bytes: float = inf,
 ) -> tuple[int, ...]:
-    """Layers of each stage so that the slowest stage takes least, the head counted with the last.
+    """Return the layers of each stage for which the slowest stage (the last with the head) is
+    fastest and, among such cuts, stages are most even.
 
-    `mean_keys`: keys that a token of the batch attends on average. `limit_bytes`: of a device, most
-    of which the state of a stage may take, shared by `group_size` devices, if it can be cut so.
+    `mean_keys`: keys that a token of the batch attends to on average. `limit_bytes`: memory of a
+    device. If possible, the state of a stage, sharded over `group_size` devices, takes at most
+    `_STATE_SHARE` of it.
     """
     shape, weights = model.shape, model.training.weights
     before, outside = [0.0, *accumulate(model.layer_seconds(mean_keys))], None
@@ -152,7 +154,7 @@ def cut_layers(
         outside = np.subtract.outer(np.array(held), np.array(held)) > bound  # [stop, first]
     slowest, _ = _cut(before, num_stages, np.maximum, outside)
     limit = slowest * (1 + 1e-9)
-    # of all cuts with that slowest stage the most even one
+    # the most even of all cuts with that slowest stage
     _, stages = _cut(
         before, num_stages,
         lambda so_far, stage: np.where(stage <= limit, so_far + stage**2, inf), outside,
@@ -166,8 +168,9 @@ def _cut(
     add: Callable[[Floats, Floats], Floats],
     outside: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[float, tuple[int, ...]]:
-    """The cut with the least cost, and its layers per stage. `before[n]`: work of the first n
-    layers; `add`: the cost of some stages and one more; `outside`: [stop, first] of no stage."""
+    """Return the least cost of a cut and its layers per stage, by dynamic programming. `before[n]`:
+    work of the first n layers; `add`: combines the cost of stages so far with the work of one more;
+    `outside`: [stop, first] of stages that are not allowed."""
     num_layers = len(before) - 1
     work = np.subtract.outer(np.array(before), np.array(before))  # [stop, first]
     costs = np.full(num_layers + 1, inf)
@@ -175,7 +178,7 @@ def _cut(
     firsts = []
     for stage in range(num_stages):
         options = add(costs[None, :], work)
-        options[:, :stage] = inf  # each stage before it has a layer
+        options[:, :stage] = inf  # each earlier stage has a layer
         options[np.triu_indices(num_layers + 1)] = inf
         if outside is not None:
             options[outside] = inf
@@ -189,17 +192,17 @@ def _cut(
 
 
 def first_alike(shape: ModelShape, stages: Sequence[int]) -> list[int]:
-    """For each stage the first one with the same layers, head included: it takes the same time."""
+    """Return, for each stage, the first one with equal layers and head, which takes equal time."""
     starts = [0, *accumulate(stages)]
     kinds = [(shape.layers[a:b], b == shape.num_layers) for a, b in pairwise(starts)]
     return [kinds.index(kind) for kind in kinds]
 
 
 def mean_attended_keys(seq_lens: Sequence[int]) -> float:
-    """Keys that a token attends on average, without a window."""
+    """Return the mean number of keys that a token attends to, without a window."""
     return sum(n * (n + 1) / 2 for n in seq_lens) / max(1, sum(seq_lens))
 
 
 def divisors(number: int) -> list[int]:
-    """The numbers that divide one, rising."""
+    """Return the divisors of `number`, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,7 +1,7 @@
-"""The options of chunks, and the rule that sets them where there is nothing to search with.
+"""Chunk options, and a fixed rule for them.
 
-`auto` in a run file is the search of `planners.search`. The rule here stands in for it where no
-data set is at hand, and for models whose work cannot be counted.
+`auto` in a run file means the search of `planners.search`. The fixed rule replaces it without a
+data set, and for models whose work cannot be counted.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from furlong.plan.plan import Keep, Offload, OffloadTarget, Order
 from furlong.planners.spaco import Sampling, sampling_of
 
 SMALLEST_CHUNK = 64
-"""Least tokens of a chunk that a search or a run which has no room takes."""
+"""Fewest tokens of a chunk in a search, and after out-of-memory steps."""
 OFFLOAD_KINDS = tuple(field.name for field in fields(Offload))
-"""Kinds of memory that may be offloaded."""
+"""Kinds of memory that can be offloaded."""
 _KEEPS, _ORDERS, _TARGETS = get_args(Keep), get_args(Order), get_args(OffloadTarget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOptions:
-    """How sequences are cut and what is kept. Changes time and memory, never a gradient, unless
-    `sample` says so."""
+    """How sequences are cut into chunks, and which tensors are kept. Options change time and
+    memory, but no gradient, except for `sample`."""
 
     size: int = 4096
     """Most tokens in a chunk."""
     num_retained: int = 1
-    """How many last chunks of a sequence keep their whole graph (ChunkFlow's K); with layer-first
-    at the last stage only, where the forward turns around on the spot."""
+    """Number of last chunks of a sequence that keep their whole graph (ChunkFlow's K). Layer-first
+    retains at the last stage only, where the backward follows the forward at once."""
     keep: Keep | Literal["auto"] = "attention"
-    """Kept by the other chunks between forward and backward. `auto`, for values of tokens, hidden
-    states and `furlong.chunked` alone: what memory has room for, call by call."""
+    """Tensors that the other chunks keep between forward and backward. `auto` (only for token
+    values, hidden states and `furlong.chunked`): as much as memory has room for, call by call."""
     offload: OffloadTarget | Mapping[str, OffloadTarget] | Offload = "none"
-    """Where kept tensors live: one target for all kinds, or a mapping of kinds (kv, inputs,
-    attention, graphs), the others on the device (none)."""
+    """Where kept tensors are stored: one target for all kinds, or a mapping of kinds (kv, inputs,
+    attention, graphs) to targets; kinds that it omits stay on the device (none)."""
     order: Order = "chunk-first"
     stage_layers: int | None = None
-    """Most layers of a stage; with layer-first only, whose default is 1."""
+    """Most layers of a stage; for layer-first only, with default 1."""
     reshard: bool = False
-    """Whether processes that share weights hold whole ones of two stages at a time, gathered once
-    for each of the two walks through the stages; with layer-first, which then takes each stage for
-    the whole batch. In a pipeline those of two layers, gathered in each pool with every pass.
-    False: whole weights of all stages, for the step."""
+    """Whether weights are freed during a step. Layer-first then runs each stage for the whole
+    batch; weights of two stages are whole at a time, and each stage is gathered once in the forward
+    and once in the backward. In a pipeline weights of two layers are whole at a time, gathered in
+    each pool with each pass. False: weights of all stages are whole for the step."""
     recompute_layers: int = 0
-    """First layers of a cell's graph that keep only their input and run again in its backward."""
+    """Number of first layers of a cell's graph that are checkpointed one by one."""
     hybrid: bool = True
-    """Whether a long sequence's tail piece may share its chunk with whole short sequences."""
+    """Whether the last piece of a long sequence may share its chunk with whole short sequences."""
     sample: Sampling | Mapping[str, Any] | None = None
-    """Which chunks get a backward; None: all, and the gradient is exact. With it chunk size and
-    draw do change the gradient."""
+    """Sampling of the chunks that get a backward; None: all get one, and gradients are exact. With
+    sampling, gradients depend on chunk size and draw."""
 
     @property
     def offloading(self) -> Offload:
-        """The offload target of each kind of memory."""
+        """Offload target of each kind of memory."""
         if isinstance(self.offload, str):
             return Offload(self.offload, self.offload, self.offload, self.offload)
         assert isinstance(self.offload, Offload)  # __post_init__ has made it of a mapping
@@ -64,7 +64,7 @@ class ChunkOptions:
 
     @property
     def kept(self) -> Keep:
-        """The keep itself. Raises ConfigError where nobody has decided it."""
+        """The keep, if it is not auto. Raises ConfigError for auto."""
         if self.keep == "auto":
             _refuse(
                 "keep", "auto",
@@ -76,7 +76,7 @@ class ChunkOptions:
 
     @property
     def sampling(self) -> Sampling | None:
-        """Which chunks get a backward; None: all."""
+        """Sampling of the chunks that get a backward; None: all get one."""
         assert not isinstance(self.sample, Mapping)  # __post_init__ has made it a Sampling
         return self.sample
 
@@ -103,10 +103,8 @@ class ChunkOptions:
 
 
 def checked_offload(value: object) -> OffloadTarget | Offload:
-    """An offload target of all kinds, or one for each; equal wherever they mean the same.
-
-    Raises ConfigError.
-    """
+    """Normalize an `offload` value to one target for all kinds, or else an Offload. Raises
+    ConfigError."""
     if isinstance(value, Offload):
         value = {kind: getattr(value, kind) for kind in OFFLOAD_KINDS}
     if not isinstance(value, Mapping):
@@ -146,18 +144,15 @@ def _refuse(name: str, value: object, required: str, change: str) -> NoReturn:
 
 
 def fixed_options(max_seq_len: int, given: Mapping[str, Any] | None = None) -> ChunkOptions:
-    """Options for sequences of at most `max_seq_len` tokens, without a search.
-
-    Every one that `given` leaves out is set by a rule: the size is the largest power of two that
-    exceeds neither 4,096 nor `max_seq_len`; the others are ChunkOptions' defaults.
-    """
+    """Return options for sequences of at most `max_seq_len` tokens, without a search: those in
+    `given`; a size that is the largest power of two up to 4,096 and `max_seq_len`; and defaults."""
     chosen: dict[str, Any] = {"size": 1 << (min(4096, max(1, max_seq_len)).bit_length() - 1)}
     return ChunkOptions(**(chosen | dict(given or {})))
 
 
 def option_values(options: ChunkOptions) -> dict[str, Any]:
-    """The values of a run file that make these options; those at their defaults left out, but for
-    the first three."""
+    """Return the options as values of a run file, without defaults except for size, num_retained
+    and keep."""
     values: dict[str, Any] = {
         "size": options.size, "num_retained": options.num_retained, "keep": options.keep,
     }  # fmt: skip
@@ -172,14 +167,14 @@ def option_values(options: ChunkOptions) -> dict[str, Any]:
 
 
 def value_in_words(value: object) -> str:
-    """The value of an option; a mapping as a run file has it."""
+    """Return the value of an option as a run file writes it."""
     if not isinstance(value, Mapping):
         return str(value).lower() if isinstance(value, bool) else str(value)
     return "{" + ", ".join(f"{name}: {inner}" for name, inner in value.items()) + "}"
 
 
 def options_in_words(options: ChunkOptions) -> str:
-    """Options as text, each as its name and value."""
+    """Return options as text, each as its name and value."""
     return ", ".join(
         f"{name} {value_in_words(value)}" for name, value in option_values(options).items()
     )

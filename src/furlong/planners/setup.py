@@ -1,5 +1,5 @@
-"""The cost model and the limits of a run, made in one place for `furlong plan`, `furlong train` and
-`furlong calibrate`: equal questions have equal answers.
+"""The cost model and the limits of a run, made here for `furlong plan`, `furlong train` and
+`furlong calibrate` alike, so that they decide alike.
 
     model = cost_model_of(config, shape, machine, num_devices)
     limits = limits_of(model.hardware, budget_bytes, *offload_budgets(...))
@@ -38,11 +38,11 @@ def cost_model_of(
     *,
     calibrate: bool = True,
 ) -> CostModel:
-    """Figures of one of a run's devices, with what `furlong calibrate` has measured of it unless
-    that is not wanted. `packed`: as for `training_of`. Raises ConfigError for a damaged
-    calibration, and for weights in 4 bits that are to lie in CPU memory."""
+    """Return the cost model of one of a run's devices. `calibrate`: use the machine's calibration,
+    if there is one. `packed`: see `training_of`. Raises ConfigError for a damaged calibration, and
+    for 4-bit weights that are to be offloaded to CPU memory."""
     training = with_optimizer(training_of(config.model, packed), config.train, shape)
-    if num_devices > 1 or not config.train.is_of_pairs:  # of which one device is asked about
+    if num_devices > 1 or not config.train.is_of_pairs:  # runs on pairs are planned for one device
         training = replace(training, replicate=config.parallel.replicate)
     if num_devices > 1:
         training = replace(training, zero_stage=1, gathers=True)
@@ -82,14 +82,15 @@ def offload_budgets(
     on_cpu: bool,
     free_cpu_bytes: int | None = None,
 ) -> tuple[int | None, int]:
-    """Bytes of CPU memory and disk that a plan may use; 0: none, None: no limit.
+    """Return the bytes of CPU memory and disk that a plan may use; 0: none, None: no limit.
 
-    `offload`: that of a run file. `cpu`, `disk`: memory.cpu and memory.disk.
-    `free_cpu_bytes`: what auto means on a GPU; None where that is not known. Raises ConfigError.
+    `offload`: that of a run file. `cpu`, `disk`: memory.cpu and memory.disk. `on_cpu`: whether the
+    device is a CPU. `free_cpu_bytes`: the value of auto on a GPU; None: unknown. Raises ConfigError
+    for contradictory values.
     """
     kept: Any = kept_offload(offload)
     named = [] if kept in (None, "auto") else [*ChunkOptions(offload=kept).offloading.targets]
-    if offloads_weights(offload) and not on_cpu:  # whose RAM has weights in any case
+    if offloads_weights(offload) and not on_cpu:  # on a CPU weights are in RAM anyway
         named.append("cpu")
     cpu_bytes = 0 if on_cpu else free_cpu_bytes if cpu == "auto" else cpu
     if on_cpu and (cpu not in ("auto", 0) or "cpu" in named):
@@ -112,8 +113,8 @@ def offload_budgets(
 
 
 def training_of(model: ModelConfig, packed: Mapping[str, Any] | None = None) -> Training:
-    """The trained weights of a run and their dtypes, on one device. `packed`: the
-    quantization_config of a model that is in 4 bits already."""
+    """Return the training setup of a run on one device, without its optimizer. `packed`: the
+    quantization_config of a model that is saved in 4 bits."""
     training, lora = Training.in_dtype(model.dtype), model.lora
     if lora is None:
         return training
@@ -124,7 +125,7 @@ def training_of(model: ModelConfig, packed: Mapping[str, Any] | None = None) -> 
     )  # fmt: skip
     per_weight = None
     if (asked := model.quantize) is not None or packed is not None:
-        is_double = asked is None or isinstance(asked, str)  # else the mapping says that it is not
+        is_double = asked is None or isinstance(asked, str)  # a mapping turns it off
         if packed is not None:
             is_double = bool(packed.get("bnb_4bit_use_double_quant"))
         per_weight = PACKED_BYTES[is_double]
@@ -132,7 +133,7 @@ def training_of(model: ModelConfig, packed: Mapping[str, Any] | None = None) -> 
 
 
 def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape) -> Training:
-    """The same training with the bytes of a run's optimizer."""
+    """Return the training setup with the bytes of a run's optimizer."""
     name, wide = settings.optimizer, training.gradient_bytes
     if name == "muon":
         return replace(training, optimizer_bytes=2 * wide, matrix_bytes=wide)
@@ -148,9 +149,9 @@ def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape)
 
 
 def given_options(config: RunConfig) -> dict[str, Any]:
-    """The options that a run file gives; stage_layers alone or, without a pipeline, reshard mean
-    layer-first, and so do weights on the CPU, which are freed. Raises ConfigError for a sample
-    whose keys contradict each other."""
+    """Return the options that a run file gives. stage_layers implies layer-first, and so do weights
+    on the CPU (which imply reshard) and, without a pipeline, reshard. Raises ConfigError for a
+    sample whose keys contradict each other."""
     chunks = config.chunks
     values = chunks.model_dump(include={*SEARCHED_OPTIONS, "stage_layers"})
     values |= {"offload": kept_offload(config.offload)}

@@ -1,23 +1,23 @@
-"""Skrull: micro-batches of whole sequences, local to one device or shared by a group.
+"""Skrull: micro-batches of whole sequences, each on one device or sharded over a group.
 
 Xu et al., NeurIPS 2025 (arXiv 2505.19609). Global data scheduling (GDS, Algorithm 2 for Eqs. 8 to
 11) balances the work over the replicas (`chunks.by_cost`) and cuts each one's sequences into as few
-micro-batches as memory allows, long ones paired with short ones: every m-th of those that come by
+micro-batches as memory allows, with long and short ones mixed: each takes every m-th sequence by
 rising length (`micro_batches`).
 Placement (DACP, Algorithm 1 for Eqs. 1 to 7: `chunks.place_by_load`) then decides for each
-micro-batch which sequences stay local: each on the process with the least work, or the most room,
-and where none has room, the shortest local one of the fullest is shared after all. Work is the
-model's FLOPs (Eq. 13, with the model's own constants, and causal attention halved), room what
-memory leaves (Eq. 12). A micro-batch is one chunk of a one-stage plan; replicas may have different
-numbers of them.
+micro-batch which sequences stay local, each on the process with least work, or with most room. If
+none has room, the shortest local sequence of the fullest process is sharded after all. Work is the
+model's FLOPs (Eq. 13, with the model's constants, and causal attention halved), room is the free
+memory (Eq. 12). A micro-batch is one chunk of a one-stage plan; replicas may have different numbers
+of them.
 
-Errata: RollBack (Algorithm 3) prints a wrong sign and leaves the other ranks out: as printed it
-fails in every case in which it happens. As corrected here places are found exactly where all tokens
-fit into all buckets. Algorithm 2 restarts its loop where it should leave it; micro-batches are
-tried from the ceiling of tokens over room up to one for each sequence.
+Errata: RollBack (Algorithm 3) prints a wrong sign and omits the other ranks: as printed it always
+fails. As corrected here placement succeeds whenever all tokens fit into all buckets together.
+Algorithm 2 restarts its loop where it should leave it; numbers of micro-batches are tried from the
+ceiling of tokens over room up to one per sequence.
 
-Nothing here asks the cost model where a sequence goes: it stays local wherever it has room. Places
-by predicted seconds are `planners.places`. As few layers are recomputed as let it fit (ours).
+Placement does not use the cost model: a sequence stays local wherever it has room.
+`planners.places` places by predicted seconds. As few layers as possible are recomputed (ours).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from furlong.planners.question import Candidate, Question
 
 
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """One for a pool of several devices on one stage: its plans fit by themselves."""
+    """Yield one candidate for a pool of several devices without a pipeline; its planner ensures
+    that plans fit."""
     if layout.pp > 1 or layout.sp == 1:
         return
     model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
@@ -55,8 +56,8 @@ def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
 def plan_skrull(
     seq_lens: Sequence[int], model: CostModel, *, sp_size: int, budget_bytes: int
 ) -> ChunkPlan:
-    """A checked plan of one replica, a pool, with as few recomputed layers as fit. Raises
-    ConfigError where it does not fit with all of them."""
+    """Return a checked plan of one replica, a pool, with as few recomputed layers as fit. Raises
+    ConfigError if it does not fit with all layers recomputed."""
     memory, num_layers = model.memory(budget_bytes), model.shape.num_layers
     work = sequence_work(seq_lens, model.shape)
     for layers in recompute_choices(num_layers):
@@ -83,11 +84,11 @@ def micro_batches(
     sp_size: int,
     bucket_tokens: int,
 ) -> list[Chunk]:
-    """The micro-batches of one replica with their places (Algs. 1 and 2, corrected): each has every
-    m-th of its sequences by rising length, for the smallest m.
+    """Return the micro-batches of one replica with their places (Algs. 1 and 2, corrected): each of
+    m has every m-th sequence by rising length, for the smallest m that fits.
 
-    `work`: FLOPs or any other measure of each sequence. `bucket_tokens`: what a device holds at a
-    time, of which the group has as many as the longest sequence needs.
+    `work`: FLOPs (or another measure) of each sequence. `bucket_tokens`: most tokens of a device;
+    those of the whole group hold the longest sequence.
     """
     rising = sorted(seq_ids, key=seq_lens.__getitem__)
     fewest = -(-sum(seq_lens[i] for i in rising) // (bucket_tokens * sp_size))
