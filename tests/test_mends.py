@@ -365,6 +365,11 @@ def _rows() -> Iterator[tuple[str, Run]]:
     of_launch: dict[str, dict[str, Any]] = {
         "layer-first stages": {"parallel.pp": 2, "chunks.order": "layer-first"},
         "8-bit states": {"train.optimizer": "adamw_8bit"},
+        "8-bit states on the CPU": {**away, "train.optimizer": "adamw_torch_8bit"},
+        "8-bit states in a pool": {"parallel.sp": 2, "train.optimizer": "adamw_torch_8bit"},
+        "8-bit states of freed weights": {
+            "parallel.reshard": True, "train.optimizer": "adamw_torch_8bit",
+        },
         "another product": {"parallel.dp": 4},
         "sampled pairs": {**pairs, **sampled, "chunks.size": 64},
     }  # fmt: skip

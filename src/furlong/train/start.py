@@ -8,7 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from furlong.config.schema import RunConfig, offloads_weights
+from furlong.config.schema import ParallelConfig, RunConfig, offloads_weights
 from furlong.data.sources import list_files
 from furlong.errors import ConfigError
 from furlong.families import versions
@@ -57,12 +57,23 @@ def check_run(config: RunConfig, num_processes: int) -> None:
             required="whole weights: states as that library packs them cannot be divided, as a"
             " checkpoint of divided ones must be",
             source="train.optimizer, parallel and the number of processes that were started",
-            change=f"set parallel.pp to {num_processes}, or train.optimizer to adamw or adafactor"
-            " (and train.state_dtype to bfloat16, which halves the moments)",
+            change=f"{_whole_weights(config, num_processes)}set train.optimizer to adamw or"
+            " adafactor (and train.state_dtype to bfloat16, which halves the moments)",
         )
     for source in config.data.train:
         if os.path.isdir(os.path.expanduser(source.path)):
             _check_apart(source.path, config)
+
+
+def _whole_weights(config: RunConfig, num_processes: int) -> str:
+    """Return a change with which each process has whole weights of its stage, as the beginning of
+    a sentence; "" where weights in CPU memory rule pipelines out."""
+    if offloads_weights(config.offload):
+        return ""
+    others = config.parallel.model_dump(exclude={"pp"})
+    if others == ParallelConfig().model_dump(exclude={"pp"}):
+        return f"set parallel.pp to {num_processes}, or "
+    return f"write parallel: {{pp: {num_processes}}}, or "
 
 
 def _check(config: RunConfig, num_processes: int) -> None:
