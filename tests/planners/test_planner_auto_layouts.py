@@ -24,7 +24,7 @@ from furlong.plan.plan import ChunkPlan, Layout, Reduce, Unshard
 from furlong.planners import infinipipe, orders
 from furlong.planners.candidates import TimeEstimate, bounds_of, chunks, longest_step
 from furlong.planners.chunks import group_chunks, shard
-from furlong.planners.decide import Decision, decide
+from furlong.planners.decide import Decision, decide, model_of_run
 from furlong.planners.infinipipe import Loads, choose_layers
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
@@ -390,6 +390,8 @@ def test_passes_of_pipelines_gather_weights_where_kept_ones_leave_no_room(method
     _, plan = best_plan([49_152], answer)
     assert plan.regathers and plan.replicated
     training = answer.asked.model_of(answer.best.layout).training
+    decision = Decision(answer.best.options, "", layout=answer.best.layout, stages=plan.stages)
+    assert model_of_run(model, decision).training == training
     freed = training.weights(model.shape, plan.stages, frozenset((1,)), 8)
     assert freed.share_bytes == pytest.approx(freed.all * 4 / 8, rel=1e-6)
     assert freed.state.total == pytest.approx(freed.all * 16 / 8, rel=1e-6)

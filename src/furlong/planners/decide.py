@@ -543,13 +543,23 @@ def layouts_in_words(answer: Answer) -> str:
     return "; ".join(words)
 
 
+def model_of_run(model: CostModel, decision: Decision) -> CostModel:
+    """Return the cost model of the plans that a run makes for all of its replicas together, as the
+    search has it of one replica's: with weights in CPU memory, or gathered in each pass of a
+    pipeline, where the decision says so."""
+    if decision.offload_weights:
+        model = replace(model, training=model.training.offloading())
+    asked = Question((1,), model, Limits(0), given={"reshard": decision.options.reshard})
+    training = asked.model_of(decision.layout).training
+    return replace(model, training=replace(training, replicas=1))
+
+
 def share_of(model: CostModel, decision: Decision) -> RankWeights:
     """Return the weights of the process of a run that has most of them."""
     layout, shape = decision.layout, model.shape
     stages = decision.stages or stages_of(shape.num_layers, decision.options)
     stage_sets = [{stage} for stage in range(layout.pp)] if layout.pp > 1 else [range(len(stages))]
-    asked = Question((1,), model, Limits(0), given={"reshard": decision.options.reshard})
-    training = asked.model_of(layout).training
+    training = model_of_run(model, decision).training
     weights = (
         training.weights(shape, stages, frozenset(held), layout.dp * layout.sp)
         for held in stage_sets

@@ -35,7 +35,7 @@ from furlong.models.quantized import check_packed
 from furlong.models.rope import apply_rope, switching_lengths
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout
-from furlong.planners.decide import Decision, decide
+from furlong.planners.decide import Decision, decide, model_of_run
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.orders import even_heights
@@ -91,12 +91,11 @@ class RunModel:
             return cls(*known, None, error.given)
         return cls(*known, cost_model_of(config, shape, machine, launch.num_processes, packed))
 
-    def offloading(self) -> RunModel:
-        """The same with the figures of a run that has its weights in CPU memory."""
+    def decided(self, decision: Decision) -> RunModel:
+        """Return a copy with the figures of what a run has decided for."""
         if self.cost is None:
             return self
-        training = self.cost.training.offloading()
-        return replace(self, cost=replace(self.cost, training=training))
+        return replace(self, cost=model_of_run(self.cost, decision))
 
     @property
     def architecture(self) -> dict[str, Any]:

@@ -294,8 +294,8 @@ class Trainer:
             return replace(decision, answer=None, model=None)  # what is not needed again
 
         self.decision = self.run.decided or self.processes.from_first(choose)
+        self.run_model = self.run_model.decided(self.decision)
         if self.decision.offload_weights:
-            self.run_model = self.run_model.offloading()
             self.storage = build.storage_beside(self.storage, self.run_model.cost, self.decision)
 
     def _build_model(self, stack: ExitStack) -> None:
