@@ -50,6 +50,7 @@ class BareTrainer(Trainer):
         self.objective = objective_of(self.config.train)
         self.run = RunFolder(folder)
         self.model, self.engine, self.fitting = model, BatchEngine(engine), fitting
+        self.device = self.engine.device
         self.run_model: Any = SimpleNamespace(whole_cost=None)
         self.cadence = Cadence.of(self.config.train, num_steps, num_steps)
         self.num_steps, self.meter = num_steps, meter

@@ -29,6 +29,7 @@ class OfAPool(Comms):
     def accept(self, plan: ChunkPlan) -> None:
         """A plan of a pool, too."""
         self._last_backwards = {a.stage: a for a in plan.actions[0] if isinstance(a, Backward)}
+        self._passing = ((),) * len(plan.stages)
 
 
 def plan_of(

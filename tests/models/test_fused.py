@@ -125,5 +125,5 @@ def test_a_run_may_keep_the_forward_of_its_modules(kernels: Any, number: int) ->
     model = build("llama", torch.float32)
     settings = ModelConfig(name="any", kernels=kernels)
     config: Any = SimpleNamespace(model=settings, data=SimpleNamespace(max_seq_len=8))
-    assert as_run(config, model) is model
+    assert as_run(config, model, CPU) is model
     assert len(HFDecoder(model).fused) == number

@@ -87,5 +87,5 @@ def test_layers_are_compiled_where_the_run_says_so(compiled: bool) -> None:
     settings = ModelConfig(name="any", compile=compiled)
     model = build("llama")
     config: Any = SimpleNamespace(model=settings, data=SimpleNamespace(max_seq_len=8))
-    assert fused(config, model) is model
+    assert fused(config, model, torch.device("cpu")) is model
     assert len(compiled_in_place(model)) == 3 * compiled
