@@ -66,7 +66,8 @@ MUTANTS = {
         "equivalence/test_matrix.py::test_every_pair_of_dials",
     ),
     "what was on its way back outlives what is written over it": Mutant(
-        "        self._forget_read(h)  # a read that was prefetched meanwhile has the old values\n", "",
+        "        self._forget_read(h)  # a read that was prefetched meanwhile has the old values\n",
+        "",
         "kv/test_pools.py::test_what_is_on_its_way_back_gives_way_to_what_is_written",
     ),
     "a lease of a step that failed writes into the next one": Mutant(
