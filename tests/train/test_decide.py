@@ -181,9 +181,10 @@ def test_kept_tensors_have_what_weights_leave_of_cpu_memory():
     shape, training = model_shape("Qwen2.5-0.5B"), Training().offloading()
     decision = Decision(ChunkOptions(order="layer-first", reshard=True), "", offload_weights=True)
 
-    def left(**changes):
+    def left(decision=decision, **changes):
         cost = CostModel(shape, Machine.named("H100"), replace(training, **changes))
         return storage_beside(Storage(2**34), cost, decision).cpu_bytes
 
     assert left() == 2**34 - 16 * shape.num_parameters
-    assert left(host_is_device=True) == left(offload_weights=False) == 2**34
+    kept = replace(decision, options=ChunkOptions(), offload_weights=False)
+    assert left(host_is_device=True) == left(kept, offload_weights=False) == 2**34
