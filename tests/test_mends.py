@@ -215,6 +215,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "weights on the CPU in a pipeline": {**away, "parallel.pp": 2},
         "weights on the CPU, chunk-first": {**away, "chunks.order": "chunk-first"},
         "weights on the CPU that stay whole": {**away, "parallel.reshard": False},
+        "weights on the CPU of compiled layers": {**away, "model.compile": True},
         "weights on the CPU by bitsandbytes": {**away, "train.optimizer": "paged_adamw_8bit"},
     }  # fmt: skip
     for name, keys in of_config.items():

@@ -437,6 +437,18 @@ def test_weights_that_exceed_cpu_memory_are_named_with_what_would_do() -> None:
     assert enough and on_small_cards(1, cpu_bytes=int(float(enough[1]) * GIB)).offload_weights
 
 
+def test_cpu_memory_is_named_though_kept_tensors_on_the_device_would_lack_less_of_it() -> None:
+    """8B at 128K tokens on 24 GB: weights in 60 GiB of RAM lack 62 GiB, whatever lies beside them,
+    and the device holds the batch only where inputs lie there, too."""
+    training = replace(H100.training, offload_weights=None)
+    model = CostModel(model_shape("Qwen3-8B"), Machine.named("RTX4090"), training)
+    question = Question([131_072], model, Limits(22 * GIB, 60 * GIB), given={"keep": "input"})
+    answer = search(question)
+    assert answer.on_device and not answer.tried
+    (nearest, *_) = answer.refused
+    assert [*answer.question.limits.exceeded(nearest.needs)] == ["cpu"]
+
+
 @pytest.mark.parametrize(("name", "optimizer_bytes"), [("Qwen2.5-14B", 8), ("Qwen2.5-32B", 4)])
 def test_a_node_holds_large_models_with_all_weights_trained(
     name: str, optimizer_bytes: int

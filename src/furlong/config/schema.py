@@ -927,6 +927,12 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         "an optimizer of divided weights on the CPU: bitsandbytes has none",
         "set train.optimizer to adamw, or remove offload",
     )
+    yield (
+        is_away and run.model.compile,
+        "offload and model.compile",
+        "layers as they are written: compiled ones cannot follow weights that come and go",
+        "remove model.compile, or remove offload",
+    )
     lora = run.model.lora
     yield (
         lora is not None and not (lora.target_modules or lora.target_parameters),

@@ -556,25 +556,33 @@ class _Search:
     @property
     def lacks_cpu_alone(self) -> bool:
         """Whether the plan closest to fitting lacks only CPU memory."""
-        limits = self._limits
-        least = min((one.needs for one in self._refused), key=limits.lacking, default=None)
-        return least is not None and [*limits.exceeded(least)] == ["cpu"]
+        least = min((one.needs for one in self._refused), key=self._nearness, default=None)
+        return least is not None and [*self._limits.exceeded(least)] == ["cpu"]
+
+    def _nearness(self, needs: Needs) -> tuple[int, int]:
+        """Return the bytes that are lacking outside CPU memory, 0 unless weights lie there, and
+        those lacking in all memories. Weights on the CPU are there because the device does not hold
+        them, so no plan is nearer for taking less RAM and more of the device."""
+        lacking = self._limits.lacking(needs)
+        if not self._question.model.training.offload_weights:
+            return 0, lacking
+        return replace(self._limits, cpu_bytes=None).lacking(needs), lacking
 
     def try_least(self) -> None:
         """Find the plan closest to fitting, for the message that no plan fits."""
-        lacking = self._limits.lacking
         known = {(one.layout, one.options) for one in self._refused}
         most = self._num_actions + 2 * _MAX_ACTIONS
         bounded = [(c.least, c) for c in self._found if c.least is not None]
         for least, candidate in sorted(
-            bounded, key=lambda pair: (lacking(pair[0]), sum(pair[0]), pair[1].estimate_s)
+            bounded,
+            key=lambda pair: (self._nearness(pair[0]), sum(pair[0]), pair[1].estimate_s),
         ):
-            nearest = min((lacking(one.needs) for one in self._refused), default=inf)
-            short = lacking(least)
+            nearest = min((self._nearness(one.needs) for one in self._refused), default=None)
+            first, short = self._nearness(least)
             near = _NEAR * sum(least) if short else 0  # candidates that may fit are all tried
-            if self.fitting or nearest <= short + near:
+            if self.fitting or (nearest and nearest <= (first, short + near)):
                 break
-            if nearest < inf and self._num_actions > most:
+            if nearest and self._num_actions > most:
                 break
             if (candidate.layout, candidate.options) not in known:
                 self._try(candidate, inf)
@@ -620,7 +628,7 @@ class _Search:
         return Answer(
             question=self._question,
             tried=tuple(tried),
-            refused=tuple(sorted(self._refused, key=lambda one: limits.lacking(one.needs))),
+            refused=tuple(sorted(self._refused, key=lambda one: self._nearness(one.needs))),
             too_large=tuple((layout, n) for layout, n in too_large.items() if n),
             slower=tuple(sorted(slower.items(), key=lambda pair: pair[1])),
             error=self.error if self._question.method != "auto" and not tried else None,

@@ -58,7 +58,9 @@ def cost_model_of(
                 + ", or remove model.quantize" * (config.model.quantize is not None),
             )
         training = training.offloading()
-    elif is_away is None and config.train.optimizer not in OF_BITSANDBYTES:
+    elif is_away is None and not (
+        config.train.optimizer in OF_BITSANDBYTES or config.model.compile
+    ):
         training = replace(training, offload_weights=None)
     dtype = config.model.dtype
     found = machine.calibrated(dtype) if calibrate else machine.computing_in(dtype)
