@@ -1,5 +1,5 @@
-"""All errors that furlong raises: a `UserError` can be mended by the user, and is told in one
-message of four parts, with exit code 2."""
+"""The exceptions that furlong raises. A `UserError` is one that the user can fix: its message has
+four parts, and a command that it ends exits with code 2."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def in_four_parts(*, given: str, required: str, source: str, change: str) -> str
 
 
 def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two mappings of plain values differ, with both values (None: no such key).
+    """Return the keys whose values differ between two mappings of plain values, with both values.
 
-    Keys of inner mappings come as `outer.inner`: `{"train.lr": (1e-4, 1e-5)}`.
+    The value of a missing key is None. Keys of nested mappings are joined by dots:
+    `{"train.lr": (1e-4, 1e-5)}`.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted(own.keys() | other.keys()):
@@ -41,7 +42,7 @@ def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tup
 
 
 def difference_words(found: Mapping[str, tuple[Any, Any]], where: str) -> str:
-    """The first keys that `differing` has found, for an error: `key = own, WHERE other`."""
+    """Return the first keys of a result of `differing` as text: `key = own, WHERE other`."""
     shown = [
         f"{key} = {_shown(own)}, {where} {_shown(other)}"
         for key, (own, other) in list(found.items())[:_MAX_NAMED]
@@ -55,8 +56,8 @@ def _shown(value: Any) -> str:
 
 
 def in_short(text: object, most: int = 300) -> str:
-    """The text in one line of about `most` characters; a longer one ends with "..." behind a
-    sentence, else behind a word."""
+    """Return the text in one line of about `most` characters. A longer text is cut, after a
+    sentence or a word where possible, and ends with "..."."""
     line = re.sub(r"\s*\n\s*", " ", str(text).strip())
     if len(line) <= most:
         return line
@@ -66,12 +67,12 @@ def in_short(text: object, most: int = 300) -> str:
 
 
 class FurlongError(Exception):
-    """Root of everything furlong raises on purpose."""
+    """Base class of all exceptions that furlong raises on purpose."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, with the lines that it announces, in short; of four parts the
-    first."""
+    """Return the first line of an error's message, shortened; for a `UserError`, the part "given".
+    A line that ends with ":", "," or " or" is joined to the next one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     last = next(
         (i for i, line in enumerate(lines) if not line.rstrip().endswith((":", ",", " or"))), 0
@@ -80,16 +81,17 @@ def first_line(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The kind of an error, and its first line."""
+    """Return the type and the first line of an error: `ValueError: no such value`."""
     told = in_short(error.given) if isinstance(error, UserError) else first_line(error)
     return f"{type(error).__name__}: {told}"
 
 
 class UserError(FurlongError):
-    """Something the user can mend, told in four parts."""
+    """An error that the user can fix: `given` is the wrong value, `required` what is accepted,
+    `source` the key, flag or file that the value came from, `change` how to fix it."""
 
     is_common = False
-    """Whether every process of a run raises it, so that the first one tells it for all."""
+    """Whether every process of a run raises this error, so that only one needs to print it."""
 
     def __init__(self, *, given: str, required: str, source: str, change: str) -> None:
         self.given = given
@@ -104,23 +106,23 @@ class UserError(FurlongError):
         )
 
     def on_all(self) -> Self:
-        """The error, which every process has made of the same figures and is about to raise."""
+        """Mark this error as one that every process raises with the same text, and return it."""
         self.is_common = True
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # comes back whole from another process, whatever a subclass takes to be made
+        # unpickling must not call __init__: subclasses may take other arguments
         return Exception.__new__, (type(self), *self.args), vars(self)
 
 
 class ConfigError(UserError):
-    """A key, a value or a flag of the run's configuration."""
+    """A wrong key, value or flag in the configuration of a run."""
 
 
 def refusal(
     given: str, required: str, change: str, source: str = "the command line"
 ) -> ConfigError:
-    """The error of a command line, or of what it names."""
+    """Return a ConfigError, by default about the command line."""
     return ConfigError(given=given, required=required, source=source, change=change)
 
 
@@ -132,7 +134,7 @@ class UnsupportedModelError(UserError):
     """A model, or a setting of it, that cannot be trained exactly."""
 
     def __str__(self) -> str:
-        """The four parts, after a line that says so where transformers is newer than furlong."""
+        """Return the four parts, after a hint if transformers is newer than the tested releases."""
         if installed_release() <= NEWEST_RELEASE:
             return super().__str__()
         major, minor = NEWEST_RELEASE
@@ -148,40 +150,41 @@ class CheckpointError(UserError):
 
 
 class DivergenceError(UserError):
-    """A step whose loss or gradient is not finite; the weights are as they were before it."""
+    """A step whose loss or gradient norm is not finite, or whose loss is above `train.max_loss`; it
+    leaves the weights as they were."""
 
 
 class PlanError(FurlongError):
-    """A plan breaks an invariant; the text shows the plan with an arrow at the guilty action."""
+    """A plan that breaks an invariant; the message shows it, with an arrow at the wrong action."""
 
 
 class ElsewhereError(FurlongError):
-    """Another process has failed in a call that all make together; the text names it."""
+    """Another process failed in a call that all processes make; the message names that process."""
 
 
 class LinkError(ElsewhereError):
-    """Another process has ended or left a call in which this one waits for it, so that all have to
-    be started again; the text names it."""
+    """Another process exited, or left a call in which this one waits for it. All processes must be
+    restarted; the message names that process."""
 
 
 class NoMemoryElsewhereError(ElsewhereError, MemoryError):
-    """Another process ran out of memory: the same step can be tried in smaller chunks."""
+    """Another process ran out of memory; the step can be tried again with smaller chunks."""
 
 
 _T = TypeVar("_T")
 
 
 def first_error(error: ValidationError) -> str:
-    """The first value that pydantic refuses: its place, the value, and why."""
+    """Return the first value that pydantic refuses: its location, the value and the reason."""
     odd = error.errors(include_url=False)[0]
     place = ".".join(map(str, odd["loc"])) or "text"
-    if odd["type"] == "missing":  # what it is missing from may be long
+    if odd["type"] == "missing":  # the input is the mapping around it, which may be long
         return f"no {place}"
     return f"{place} = {in_short(repr(odd['input']), 80)}: {odd['msg']}"
 
 
 def look_up(name: str, known: Mapping[str, _T], *, kind: str, source: str) -> _T:
-    """The value of `name`, upper and lower case alike. Raises ConfigError naming the nearest."""
+    """Return the value of a name, ignoring case. Raises ConfigError that suggests a known name."""
     by_lower = {key.lower(): key for key in known}
     key = by_lower.get(name.strip().lower())
     if key is not None:

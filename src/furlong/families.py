@@ -82,15 +82,16 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(model_type: str) -> Family:
-    """Return the row of a `model_type`; a default one for those without."""
+    """Return the `Family` of a `model_type`; the default one if it has no special cases."""
     return FAMILIES.get(model_type, Family())
 
 
 def for_all_layers(config: Any, name: str, default: Any = None) -> Any:
-    """Return an attribute of a transformers config; the default also if layers differ in it."""
+    """Return an attribute of a transformers config; `default` if it is missing or differs between
+    layers."""
     try:
         return getattr(config, name, default)
-    except RuntimeError:  # transformers' own, of a config that has one value per layer
+    except RuntimeError:  # from transformers: this config has one value per layer
         return default
 
 
@@ -102,7 +103,7 @@ def versions() -> dict[str, str]:
 
 
 def versions_in_words() -> str:
-    """Return the versions in one line, as `furlong --version` prints them."""
+    """Return `versions()` in one line, as `furlong --version` prints them."""
     return ", ".join(f"{name} {number}" for name, number in versions().items())
 
 

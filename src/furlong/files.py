@@ -1,8 +1,8 @@
-"""Files and folders that are written whole or not at all, and what the system refuses of them.
+"""Atomic writes of files and folders, checksums, and the operating system's errors as UserErrors.
 
-What is written lies under another name (`.NAME.XXXX.tmp`, in the same folder) until it is complete
-and on the disk; then it is renamed. A reader sees what was there before or all that is new, also
-after a power failure. Checksums (xxh3, 128 bits) are against damage, not against malice.
+A file or folder is written under a temporary name (`.NAME.XXXX.tmp`, in the same folder), flushed
+to disk and then renamed. A reader sees the old content or all of the new content, also after a
+power failure. Checksums (xxh3, 128 bits) detect damage, not tampering.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _CHANGES = {
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a file whole or not at all, in UTF-8; its folder must exist."""
+    """Write text to a file atomically, in UTF-8; its folder must exist."""
     with whole_file(file) as opened:
         opened.write(text.encode())
 
 
 def write_json(file: Path, value: object) -> None:
-    """Write indented JSON, whole or not at all."""
+    """Write a value as indented JSON, atomically."""
     write_text(file, json.dumps(value, indent=2) + "\n")
 
 
 @contextmanager
 def whole_file(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file for bytes; it has its name, in the place of an older one, when the block ends
-    without an error."""
+    """Context manager: open a temporary file for bytes; if the block ends without an error, rename
+    it to `file`, which it replaces."""
     aside = _aside(file)
     try:
         with aside.open("wb") as opened:
@@ -66,10 +66,10 @@ def whole_file(file: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Make a new folder under another name, to be filled; it has its own name when the block ends
-    without an error. Parents are made; raises OSError at the end if the folder exists by then.
+    """Context manager: create a temporary folder to fill; if the block ends without an error,
+    rename it to `folder`. Parents are created. Raises OSError if `folder` then has files already.
 
-    What writers that were killed a day ago or more have left beside it is removed.
+    Temporary folders beside it that have not changed for a day are removed: their writers died.
     """
     aside = _aside(folder)
     remove_stale(folder.parent.glob(f".{folder.name}.*{TEMPORARY}"))
@@ -82,7 +82,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_stale(folders: Iterable[Path]) -> None:
-    """Remove those folders of which nothing has changed for a day: their writers were killed."""
+    """Remove the folders that have not changed for a day: the processes that wrote them died."""
     for folder in folders:
         with suppress(OSError):
             if folder.stat().st_mtime < time.time() - _STALE_S:
@@ -90,7 +90,7 @@ def remove_stale(folders: Iterable[Path]) -> None:
 
 
 def publish(aside: Path, folder: Path) -> None:
-    """Rename a filled folder, when all that it holds is on the disk."""
+    """Flush everything in a folder to disk, then rename it."""
     for path in (*aside.rglob("*"), aside):
         sync(path)
     os.rename(aside, folder)
@@ -98,7 +98,7 @@ def publish(aside: Path, folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -111,16 +111,16 @@ def _aside(path: Path) -> Path:
 
 
 def checksum(file: Path) -> str:
-    """The checksum of a file's bytes. An error names the file."""
+    """Return the checksum of a file's bytes. Raises OSError with the name of the file."""
     try:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
-    except OSError as error:  # only opening names it
+    except OSError as error:  # errors of reading name no file
         raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 class SummedFile:
-    """A file that is written from its start to its end, with the size and checksum of its bytes."""
+    """A file written from start to end that counts its bytes and computes their checksum."""
 
     def __init__(self, opened: IO[bytes]) -> None:
         self._opened = opened
@@ -128,7 +128,7 @@ class SummedFile:
         self.num_bytes = 0
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, also to an unbuffered file, which may take a part only."""
+        """Write all of `data`, also to an unbuffered file, whose `write` may accept only a part."""
         left = whole = memoryview(data).cast("B")
         self._checksum.update(whole)
         self.num_bytes += whole.nbytes
@@ -137,7 +137,7 @@ class SummedFile:
         return whole.nbytes
 
     def checksum(self) -> str:
-        """The checksum of the bytes so far, as `checksum` finds it in the file."""
+        """Return the checksum of the bytes so far: that of the function `checksum` for the file."""
         return self._checksum.hexdigest()
 
     def __getattr__(self, name: str) -> Any:
@@ -149,10 +149,11 @@ def os_errors_told(
     kind: type[UserError], *, required: str, source: str, or_else: str = "", during: str = "",
     inside: Path | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Within it what the operating system refuses is an error of `kind`, with what can be done.
+    """Context manager: turn errors of the operating system into errors of `kind`, with advice.
 
-    `or_else`: what follows that, with its comma; `during`: what fails, where the error names no
-    file; `inside`: errors about other places are passed on (a full disk often names none).
+    `or_else`: more advice, with a comma in front; `during`: the activity to name instead of a path;
+    `inside`: a folder; errors that name no path in it are passed on, except those of a full disk
+    that name no path at all.
     """
     try:
         yield
@@ -172,7 +173,8 @@ def os_errors_told(
 
 
 def _os_error(error: OSError | SafetensorError) -> OSError | None:
-    """The operating system's error; safetensors passes it on as text."""
+    """Return the operating system's error, or None; safetensors has only its text, which is read
+    for a full disk."""
     if isinstance(error, OSError):
         return error
     full = (number for number in FULL_DISK if os.strerror(number) in str(error))
@@ -180,7 +182,7 @@ def _os_error(error: OSError | SafetensorError) -> OSError | None:
 
 
 def _path_of(error: OSError, inside: Path | None) -> Path | None:
-    """The first path that an error names, of those in the folder `inside`."""
+    """Return the first path that an error names, only one in the folder `inside` if given."""
     names = [name for name in (error.filename2, error.filename) if isinstance(name, str)]
     for name in names:
         if inside is None or Path(os.path.realpath(name)).is_relative_to(os.path.realpath(inside)):
@@ -189,7 +191,7 @@ def _path_of(error: OSError, inside: Path | None) -> Path | None:
 
 
 def read_object(file: str | Path, *, source: str, change: str) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises ConfigError for everything else."""
+    """Return the object in a JSON file. Raises ConfigError if it holds none or cannot be read."""
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -208,5 +210,5 @@ def read_object(file: str | Path, *, source: str, change: str) -> dict[str, Any]
 
 
 def user_cache() -> Path:
-    """The folder in the user's cache for what was measured once."""
+    """Return furlong's folder in the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "furlong"

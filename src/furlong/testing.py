@@ -65,11 +65,11 @@ def relative_error(given: Tensor | float, truth: Tensor | float, floor: float = 
 def worst_error(
     given: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, least: float = 1e-9
 ) -> tuple[float, str]:
-    """Return the largest relative error of a parameter's gradient, and its name; inf if one is
-    missing.
+    """Return the largest relative error of a parameter's gradient, and the name of the parameter;
+    inf if a gradient is missing.
 
-    A gradient's norm counts as at least `least` of the total norm: one that is zero but for
-    rounding has no direction.
+    Errors are relative to at least `least` of the total norm, since the relative error of a
+    gradient that is zero except for rounding means nothing.
     """
     if given.keys() != truth.keys():
         return math.inf, min(given.keys() ^ truth.keys())

@@ -1,6 +1,7 @@
 """The timeline of a step: when each action ran, measured by the executor or simulated.
 
-A run writes that of its last step, with the plan, to a file in its folder.
+A run writes its timeline and plan to a file in its folder at its first step, at each step with a
+checkpoint, and at its last step.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Timeline:
         seconds: dict[str, float] = defaultdict(float)
         for record in self.records:
             word = record.text.split()[0]
-            # a capital letter and its cell, or a word
+            # an action is a capital letter with its cell, or a word
             seconds[word[0] if word[0].isupper() else word] += record.stop_s - record.start_s
         return dict(seconds)
 

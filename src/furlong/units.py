@@ -1,4 +1,4 @@
-"""Amounts with units and counts of things: read from text, printed for people."""
+"""Parse and format amounts with units, and counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTES_PER_UNIT = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from `512MiB`, `1.5 GB` or a plain count; ValueError if it is none of them."""
+    """Return the bytes in `512MiB`, `1.5 GB` or a plain number. Raises ValueError for others."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _BYTES_PER_UNIT:
         raise ValueError(f"{text!r} is no amount of memory; write one like 512MiB, 24GiB or 80GB")
@@ -29,26 +29,26 @@ _BINARY = (" KiB", " MiB", " GiB", " TiB")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`1.5 GiB`: three significant digits in the largest binary unit that is not below one."""
+    """Format bytes as `1.5 GiB`: three significant digits, in the largest binary unit that fits."""
     return _scaled(num_bytes, 1024, _BINARY, " B")
 
 
 def bytes_alike(amounts: Sequence[float]) -> tuple[list[str], str]:
-    """Amounts of bytes in the unit of the largest, `["0.05", "17.4"], "GiB"`."""
+    """Format amounts of bytes in the unit of the largest one: `["0.05", "17.4"], "GiB"`."""
     unit = format_bytes(max(map(abs, amounts), default=0)).rpartition(" ")[2]
     scaled = [amount / _BYTES_PER_UNIT[unit.upper()] for amount in amounts]
     return [f"{x:.{2 if abs(x) < 10 else 1 if abs(x) < 100 else 0}f}" for x in scaled], unit
 
 
 def budget_of(num_bytes: float) -> str:
-    """`144.5GiB`: the least budget of at least so many bytes, as `parse_bytes` reads it."""
+    """Round bytes up to a budget that `parse_bytes` reads, such as `144.5GiB`."""
     if num_bytes < 2**30:
         return f"{ceil(num_bytes / 2**20)}MiB"
     return f"{ceil(num_bytes * 100 / 2**30) / 100}GiB"
 
 
 def format_seconds(seconds: float) -> str:
-    """`850 ms`, `12.3 s`, `4 min 05 s`, `2 h 03 min` or `6.2 days`."""
+    """Format seconds as `850 ms`, `12.3 s`, `4 min 05 s`, `2 h 03 min` or `6.2 days`."""
     if seconds < 0.9995:  # 1 s, in three digits of milliseconds
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:
@@ -61,7 +61,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`812`, `16.4K`, `1.3M`: tokens and parameters, three significant digits."""
+    """Format a number of tokens or parameters as `812`, `16.4K` or `1.3M`."""
     return _scaled(count, 1000, ("K", "M", "G", "T"), "")
 
 
@@ -75,12 +75,12 @@ def _scaled(value: float, base: int, units: Sequence[str], single: str) -> str:
 
 
 def count_words(number: int, noun: str) -> str:
-    """`1 rank`, `2,048 ranks`, `2 processes`."""
+    """Format a number and its noun: `1 rank`, `2,048 ranks`, `2 processes`."""
     return f"{number:,} {plural(number, noun)}"
 
 
 def plural(number: float, noun: str) -> str:
-    """The noun as it stands behind that number."""
+    """Return the noun, in the plural unless the number is 1."""
     if number == 1:
         return noun
     return noun + ("es" if noun.endswith(("s", "ch")) else "s")
