@@ -604,7 +604,7 @@ def test_the_file_loads_and_has_a_line_for_each_key(
         ("a.py", "lr = 1", "a file that ends in .py"),
         ("a.sh", "echo 1", "no command with flags"),
         ("a.sh", SWIFT + "--x 1\n" + SWIFT + "--x 2", "2 commands"),
-        ("a.sh", SWIFT + "\\\n# no\n--x 1", "flags behind a comment"),
+        ("a.sh", SWIFT + "\\\n# no\n--x 1", "line 4:"),
         ("a.sh", SWIFT + "--y 2 \\ \n--x 1", "--x 1, without a command"),
         ("a.sh", SWIFT + "--tensor_parallel_size 3", "8 processes, of which 3"),
         ("a.sh", "foo --a 1 --b 2", "foo --a 1"),

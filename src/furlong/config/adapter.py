@@ -1,4 +1,4 @@
-"""A saved LoRA adapter of peft, by its adapter_config.json, as the keys of `model.lora`."""
+"""Read the adapter_config.json of a saved PEFT LoRA adapter as keys of `model.lora`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _PLAIN = {
     "arrow_config": None, "kasa_config": None, "velora_config": None, "monteclora_config": None,
     "lora_ga_config": None, "corda_config": None, "eva_config": None,
 }  # fmt: skip
-"""Keys of peft with the values that plain LoRA or DoRA has; others change what is trained."""
+"""Keys of PEFT with their values in plain LoRA or DoRA; other values change what is trained."""
 
 
 def adapter_file(adapter: str, name: str) -> str:
-    """The path of a file of an adapter, which is a folder or a hub id. Raises ConfigError."""
+    """Return the path of a file in an adapter's folder, or downloaded from its repository on the
+    Hub. Raises ConfigError if there is none."""
     folder = os.path.expanduser(adapter)
     required = f"a folder, or a repository of the hub, with {ADAPTER} and {ADAPTER_WEIGHTS}"
     change = "name the folder that peft's save_pretrained wrote; of a run, OUT/model"
@@ -48,8 +49,8 @@ def adapter_file(adapter: str, name: str) -> str:
 
 
 def with_keys_of_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `model.lora` with those of the adapter that it names. Raises ConfigError for keys
-    that are not the adapter's, and for what is no LoRA."""
+    """Return the keys of `model.lora`, completed with those of the adapter that they name. Raises
+    ConfigError for values that are not the adapter's, and for an adapter that is not LoRA."""
     adapter = given["adapter"]
     file = adapter_file(adapter, ADAPTER)
     try:
@@ -59,7 +60,7 @@ def with_keys_of_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
         own = {key: theirs.get(name) for key, name in _KEYS.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _told(file, f"{file}: {error}", "the config of an adapter of peft") from error
-    if theirs.get("init_lora_weights") == "gaussian":  # how it began, which is over
+    if theirs.get("init_lora_weights") == "gaussian":  # plain LoRA, whatever its initial weights
         theirs["init_lora_weights"] = True
     odd = [name for name, plain in _PLAIN.items() if (theirs.get(name) or plain) != plain]
     if kind != "LORA" or odd:
@@ -82,7 +83,7 @@ def with_keys_of_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _equal(given: Any, own: Any) -> bool:
-    """Whether a key, which may be text as flags are, has the adapter's value."""
+    """Return whether a given value, which may be the text of a flag, equals the adapter's."""
     if isinstance(own, list):
         return _last([given] if isinstance(given, str) else given or ()) == _last(own)
     if isinstance(own, bool):
@@ -94,7 +95,7 @@ def _equal(given: Any, own: Any) -> bool:
 
 
 def _last(names: Iterable[str]) -> list[str]:
-    """The last parts of names: peft writes whole ones."""
+    """Return the last parts of dotted names, each once: PEFT writes whole names."""
     return sorted({str(name).rpartition(".")[2] for name in names})
 
 

@@ -15,23 +15,24 @@ class Verdict(NamedTuple):
 
     kind: Kind
     text: str
-    """The key of ours, maybe with an explanation after a comma; or the reason why there is none."""
+    """furlong's key, which may have an explanation after a comma; or why there is none."""
 
     @property
     def advice(self) -> str:
-        """Advice to somebody who has written the key."""
+        """Advice for a user who wrote the other trainer's key."""
         prefix = {"ours": "write ", "needless": "remove it: "}.get(self.kind, "there is none: ")
         return prefix + self.text
 
     @property
     def target(self) -> str:
-        """The key of ours."""
+        """furlong's key, without the explanation."""
         return re.split(r"[ ,]", self.text, maxsplit=1)[0]
 
 
 @cache
 def foreign_table() -> dict[str, dict[str, Any]]:
-    """The sections of foreign.yaml: names by the answer to them, and the trainers' defaults."""
+    """Return the sections of foreign.yaml: each answer with the keys that get it, and the trainers'
+    defaults."""
     from ruamel.yaml import YAML
 
     text = files("furlong.config").joinpath("foreign.yaml").read_text(encoding="utf-8")
@@ -51,7 +52,8 @@ def _answers() -> dict[str, Verdict]:
 
 
 def answer_to(key: str) -> Verdict | None:
-    """The table's answer to a key, whole or by its last part; `learningrate` is learning_rate."""
+    """Return the verdict on a key, or None. It is looked up whole, then by its last part, then by a
+    section around it that furlong lacks; case, `-` and `_` are ignored."""
     parts = key.lower().replace("-", "_").replace("_", "").split(".")
     answers = _answers()
     found = answers.get(".".join(parts)) or answers.get(parts[-1])

@@ -1,4 +1,4 @@
-"""The messages about wrong keys of a run: one error in four parts, or a table of all of them."""
+"""Messages about wrong keys of a run: an error of four parts for one key, a table for several."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from furlong.config.schema import Source, all_keys, keys_below, words_of
 from furlong.errors import ConfigError, in_short, refusal
 
 NO_FILE = "no run file"
-"""The source of values that no run file gave."""
+"""The source that messages name if there is no run file."""
 
 _SHOWN_CHARS = 120
 _COLUMN_CHARS = 40
-"""Most characters of the first column of a table of keys that are padded."""
+"""Most characters to which the first column of a table of keys is padded."""
 _UNKNOWN = ", an unknown key"
 _NEAR = 0.75
-"""Similarity, by difflib, from which one name counts as another one misspelled."""
+"""Least similarity, by difflib, at which a name counts as a misspelling of another."""
 
 
 def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> ConfigError:
-    """The message about a faulty key, or the table of all of them.
+    """Return the error for a wrong key, or a table for several.
 
-    file: the run file's name, or NO_FILE. flags: those of the command line, such as
-    `--train.lr`.
+    `file`: the name of the run file, or NO_FILE. `flags`: the names of the flags that were given,
+    such as `--train.lr`.
     """
     by_key: dict[str, list[ErrorDetails]] = {}
-    # A misspelled key is told before the required one that it was meant to be.
+    # A misspelled key comes before the missing key that it was meant to be.
     for error in sorted(errors, key=lambda error: error["type"] != "extra_forbidden"):
         by_key.setdefault(key_of(error["loc"]), []).append(error)
     is_bare = file == NO_FILE and not any(flag[2:] in all_keys() for flag in flags)
@@ -56,7 +56,7 @@ def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> 
 
 
 def table_of_keys(rows: Sequence[tuple[str, str]], source: str) -> ConfigError:
-    """The message about several keys: what each was given as, and what to change."""
+    """Return the error for several keys; `rows`: for each, what was given and how to change it."""
     width = min(_COLUMN_CHARS, max(len(given) for given, _ in rows))
     lines = [f"\n  {given:<{width}}  {change}" for given, change in rows]
     required = "keys of a run, as furlong train --help lists them, with values that fit"
@@ -65,7 +65,8 @@ def table_of_keys(rows: Sequence[tuple[str, str]], source: str) -> ConfigError:
 
 
 def unknown_flags(flags: Sequence[str], known: Sequence[str], prog: str) -> ConfigError:
-    """The message about flags, or a second run file, that the verb `prog` does not know."""
+    """Return the error for arguments of the command `prog` that are unknown, such as a second run
+    file."""
     names = [text.lstrip("-") for text in known]
     changes = {
         flag: suggest(flag.lstrip("-"), names, "--") if flag.startswith("-") else "remove it"
@@ -78,11 +79,12 @@ def unknown_flags(flags: Sequence[str], known: Sequence[str], prog: str) -> Conf
 
 
 def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
-    """Advice for an unknown key, with its section in front; `known` are whole keys too."""
+    """Return advice for an unknown key; `known`: keys that may be meant. All have their sections in
+    front. `prefix`: what to write before a suggested key."""
     key = key.lower().replace("-", "_")
     section, _, name = key.rpartition(".")
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
-    if (answer := answer_to(key)) is not None:  # before what is only spelt alike
+    if (answer := answer_to(key)) is not None:  # before keys that are only spelt alike
         return answer.advice
     close = difflib.get_close_matches(name, beside, n=1, cutoff=_NEAR)
     if close:
@@ -97,7 +99,7 @@ def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
 
 
 def example_of(key: str) -> str:
-    """A value that the key takes, as a run file has it; empty where the schema names none."""
+    """Return an example value for a key, written as in a run file; empty if the schema has none."""
     field = all_keys().get(key)
     if field is None or keys_below(key):
         return ""
@@ -106,12 +108,12 @@ def example_of(key: str) -> str:
 
 
 def shortened(value: object) -> str:
-    """A value for people."""
+    """Return a value as short text."""
     return "null" if value is None else in_short(repr(value), _SHOWN_CHARS)
 
 
 def no_section(key: str, value: object, source: str) -> ConfigError:
-    """The message about a value where a section stands."""
+    """Return the error for a plain value in the place of a section."""
     known = keys_below(key)
     return refusal(
         f"{key} = {shortened(value)}",
@@ -122,7 +124,7 @@ def no_section(key: str, value: object, source: str) -> ConfigError:
 
 
 def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> ConfigError:
-    """The message about one key, or about several that do not fit each other."""
+    """Return the error for one key, or for several whose values do not fit each other."""
     kind, value, location = errors[0]["type"], errors[0]["input"], errors[0]["loc"]
     context = errors[0].get("ctx", {})
     keys = context.get("keys", key) if kind == "told" else key
@@ -135,7 +137,7 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
         change = f"set {key} to {choice}"
     given = f"{key} = {shortened(value)}"
     inside = next((n for n, part in enumerate(location) if isinstance(part, int)), None)
-    if inside is not None:  # of a list
+    if inside is not None:  # the value is an item of a list
         part = ".".join((f"{key}[{location[inside]}]", *map(str, location[inside + 1 :])))
         given, change = f"{part} = {shortened(value)}", context.get("change", change)
         if kind == "extra_forbidden":
@@ -165,8 +167,8 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
 
 
 def _near_choice(value: object, errors: Sequence[ErrorDetails]) -> str:
-    """The allowed value that is spelt most like one, whatever its case and its marks between words;
-    empty where none is."""
+    """Return the allowed value that is spelt most like a given one, ignoring case, hyphens,
+    underscores and blanks; empty if none is close."""
     expected = " ".join(str(error.get("ctx", {}).get("expected", "")) for error in errors)
     choices = {re.sub(r"[-_ ]", "", one): one for one in re.findall(r"'([^']+)'", expected)}
     bare = re.sub(r"[-_ ]", "", value.lower()) if isinstance(value, str) else ""
@@ -174,9 +176,9 @@ def _near_choice(value: object, errors: Sequence[ErrorDetails]) -> str:
 
 
 def _unknown(key: str, name: str, source: str) -> ConfigError:
-    """The message about an unknown key, which its section has as `name`."""
+    """Return the error for an unknown key, the last part of which is `name`."""
     outer = key.rpartition(".")[0]
-    if key == name and key in all_keys():  # a flag's way of writing, in a file
+    if key == name and key in all_keys():  # written with dots, as a flag is, in a file
         section, _, inner = key.partition(".")
         change = f"write {section}: {{{inner.replace('.', ': {')}: ...}}" + "}" * inner.count(".")
         required = "sections, with their keys inside"
@@ -192,12 +194,13 @@ def _in_yaml(value: Any) -> str:
 
 
 def meet(one: str, other: str) -> bool:
-    """Whether one of two keys is the other one or a section around it."""
+    """Return whether two keys are the same, or one is a section around the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def key_of(location: tuple[int | str, ...]) -> str:
-    """`chunks.size` of `(chunks, size, literal['auto'])`: pydantic adds the union's branches."""
+    """Return the key at a location of pydantic, which ends with branches of unions: `chunks.size`
+    for `("chunks", "size", "literal['auto']")`."""
     key = ""
     for part in location:
         if key and not keys_below(key):

@@ -1,4 +1,4 @@
-"""Recipes of other trainers, read as mappings of their keys."""
+"""Read recipes of other trainers, from YAML, JSON and shell scripts, as mappings of their keys."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ class Recipe(NamedTuple):
 
     dialect: Dialect
     keys: dict[str, Any]
-    """Its keys with their values; those of sections as `section.key`."""
+    """Keys and values; sections of torchtune and Arctic Training are flattened to `section.key`."""
     num_processes: int | None
-    """Processes that its launcher starts; None where it does not say."""
+    """Number of processes that the launcher starts; None if unknown."""
     environment: dict[str, str]
     """Variables that its script sets."""
     file: Path
     doubt: str = ""
-    """Why it may be another trainer's."""
+    """Why the recipe may be another trainer's; empty if it is certain."""
 
     @property
     def loss_by_keys(self) -> str | None:
-        """The loss of a recipe by keys that only such recipes have; None: sft, or the recipe says
-        so."""
+        """The loss, if no key names it and others imply it; None: a key names it, or it is sft."""
         if self.dialect == "open-instruct" and self.keys.keys() & {"dpo_beta", "dpo_loss_type"}:
             return "dpo"
         if self.dialect != "TRL" or "stage" in self.keys:
@@ -52,7 +51,7 @@ class Recipe(NamedTuple):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Values that its trainer takes where the recipe has none."""
+        """The trainer's defaults, by key."""
         own: dict[str, dict[str, Any]] = foreign_table()["defaults"]
         is_v1 = "model" in self.keys and self.dialect == "LLaMA-Factory"
         kind = "v1" if is_v1 else self.keys.get("stage", self.loss_by_keys)
@@ -60,9 +59,9 @@ class Recipe(NamedTuple):
 
 
 def read_recipe(file: Path, command: int | None = None) -> Recipe:
-    """The recipe in a YAML or JSON file, or in a shell script.
+    """Return the recipe in a YAML or JSON file, or in a shell script.
 
-    `command`: which of several commands of a script, from 1. Raises ConfigError.
+    `command`: the number, from 1, of one of several commands in a script. Raises ConfigError.
     """
     text = read_text(file, "a recipe")
     if file.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch"):
@@ -84,12 +83,12 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
 def _keys_of(
     values: Mapping[str, Any], dialect: Dialect | None, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The keys of a recipe's file, some of which its call overrides."""
+    """Return the keys of a recipe's file, with `overrides` from the command that names it."""
     is_nested = dialect in ("torchtune", "Arctic Training")
     keys = {**(dict(_flat(values)) if is_nested else values), **overrides}
-    for _ in range(3 * (dialect == "torchtune")):  # ${output_dir}, and what that is made of
+    for _ in range(3 * (dialect == "torchtune")):  # the value of ${output_dir} may refer to others
         keys = {name: _resolved(one, keys) for name, one in keys.items()}
-    # Numbers may be in quotation marks, mappings JSON in a text.
+    # Numbers may be quoted, and mappings may be strings of JSON.
     return {
         name: _value(one) if isinstance(one, str) and not _OF_WORDS.search(name) else one
         for name, one in keys.items()
@@ -97,7 +96,8 @@ def _keys_of(
 
 
 def file_near(file: Path, path: str) -> Path | None:
-    """The file that a recipe names: here, beside the recipe, or below a folder above it."""
+    """Return the file that a recipe names, relative to the working directory, to the recipe's
+    folder or to a folder above that; None if there is none."""
     places: list[str | Path] = ["", *file.resolve().parents]
     return next((one for place in places if (one := Path(place, path)).is_file()), None)
 
@@ -109,7 +109,7 @@ def _read_deepspeed(keys: dict[str, Any], file: Path) -> None:
 
 
 def _resolved(value: Any, keys: Mapping[str, Any]) -> Any:
-    """The value with other keys of the file, ${output_dir}, in their places."""
+    """Return the value with references such as ${output_dir} replaced by the values of keys."""
     if isinstance(value, Mapping):
         return {name: _resolved(one, keys) for name, one in value.items()}
     if not isinstance(value, str):
@@ -148,7 +148,8 @@ def _no_recipe(file: Path, given: str, *, is_code: bool = False) -> ConfigError:
 
 
 def _dialect_of(keys: Mapping[str, Any], *, is_call: bool = False) -> Dialect | None:
-    """Whose recipe it is, by keys that only one trainer has; `is_call`: flags of a script."""
+    """Return the trainer, by keys that only its recipes have, or None; `is_call`: the keys are the
+    flags of a command."""
     if any(isinstance(value, Mapping) and "_component_" in value for value in keys.values()):
         return "torchtune"
     if isinstance(data := keys.get("data"), Mapping) and "sources" in data:
@@ -192,7 +193,7 @@ _OVERRIDE = re.compile(r"\+*\w+(\.\w+)+=")
 _COMPUTED = re.compile(r"\$\(\(([^()]*)\)\)")
 _SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _LOSS = re.compile("dpo|kto|grpo|rloo|gkd|reward|(?<![a-z])(or|c|p)po")
-"""The loss of a script, by its name."""
+"""The loss in the name of a training script."""
 _RUNNERS: dict[str, tuple[Dialect, tuple[str, ...]]] = {
     "swift": ("ms-swift", ("sft", "pt", "rlhf")),
     "megatron": ("ms-swift", ("sft", "pt", "rlhf")),
@@ -201,12 +202,14 @@ _RUNNERS: dict[str, tuple[Dialect, tuple[str, ...]]] = {
     "-m": ("axolotl", ("axolotl.cli.train",)),
     "tune": ("torchtune", ("run",)),
 }
-"""Programs of trainers, with the verbs that train."""
+"""Programs of trainers, with their subcommands that train."""
 _OVERRIDE_OF_FILE = re.compile(r"\+*[A-Za-z_][\w.]*=")
 _OF_YAML = (".yaml", ".yml")
 
 
 def _of_script(file: Path, text: str, command: int | None) -> Recipe:
+    """Return the recipe in a command of a shell script. Variables that the script certainly sets
+    are replaced by their values."""
     environment: dict[str, str] = {}
     found: list[tuple[list[str], dict[str, str]]] = []
     blocks: list[str] = []
@@ -214,6 +217,7 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
     for words in _commands(file, text):
         sign = words[0] if words[:1] in (["&&"], ["||"]) else ""
         words = words[bool(sign) :]
+        # whether a command runs after || or after a test is unknown
         is_sure = not sign or (sign == "&&" and is_sure and not is_test)
         is_test = words[:1] in (["["], ["[["], ["test"])
         while words and words[0] in ("then", "else", "do"):
@@ -223,7 +227,7 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
         )
         _follow(blocks, words)
         if not is_call and (blocks or not is_sure or words[:1] in _UNSURE):
-            for name in _names_in(words):
+            for name in _names_in(words):  # now unknown: each stands for itself
                 environment |= {name: f"${{{name}}}", f"{name}[@]": f"${{{name}[@]}}"}
             continue
         while words and _ASSIGNMENT.match(words[0]):
@@ -237,8 +241,8 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
         elif words[:1] and words[0].startswith("--"):
             raise refusal(
                 f"{' '.join(words[:2])}, without a command",
-                "flags in the line of their command, or behind a backslash that ends a line",
-                "remove blanks behind backslashes; write the flags of an array into the command",
+                "flags on the line of their command, or after a backslash that ends a line",
+                "remove blanks after backslashes; write the flags of an array into the command",
                 str(file),
             )
         elif is_call:
@@ -294,19 +298,19 @@ def _is_call(words: Sequence[str]) -> bool:
 
 
 def _is_script_of(program: str, file: str) -> bool:
-    """Whether two words of a command are a script that trains and its recipe."""
+    """Return whether two successive words of a command are a training script and its recipe."""
     name = program.rpartition("/")[2]
     return "train" in name and name.endswith(".py") and file.endswith(_OF_YAML)
 
 
 def _dialect_by(program: str, verb: str) -> Dialect | None:
-    """The trainer that two words of a command start, whatever the program's folder."""
+    """Return the trainer that two successive words start, in whatever folder the program is."""
     dialect, verbs = _RUNNERS.get(program.rpartition("/")[2], (None, ()))
     return dialect if verb in verbs else None
 
 
 def _follow(blocks: list[str], words: Sequence[str]) -> None:
-    """Enter or leave the blocks of a script, whose commands run only sometimes."""
+    """Enter or leave a block of a script, such as `if`, whose commands may not run."""
     first = next(iter(words), "")
     if end := _BLOCKS.get(first, "}" * ("()" in "".join(words[:2]))):
         blocks.append(end)
@@ -315,7 +319,7 @@ def _follow(blocks: list[str], words: Sequence[str]) -> None:
 
 
 def _names_in(words: Sequence[str]) -> list[str]:
-    """Variables that a command may set."""
+    """Return the names of the variables that a command may set."""
     is_named = bool(words) and (words[:1] in _UNSURE or words[0] in ("for", "while", "select"))
     found = (_ASSIGNMENT.match(word) for word in words)
     names = [one[0].rstrip("+=") for one in found if one]
@@ -323,7 +327,7 @@ def _names_in(words: Sequence[str]) -> list[str]:
 
 
 def _assign(words: Sequence[str], environment: dict[str, str]) -> None:
-    """Set a variable of a script to its value, or to the words of an array."""
+    """Set a variable of a script to its value, or `name[@]` to the words of an array."""
     name, _, value = words[0].partition("=")
     given = _expanded(value, environment)
     is_more, name = name.endswith("+"), name.rstrip("+")
@@ -337,8 +341,8 @@ def _assign(words: Sequence[str], environment: dict[str, str]) -> None:
 
 
 def _commands(file: Path, text: str) -> Iterator[list[str]]:
-    """The commands of a script as words. A comment ends a command that goes on in the next line, as
-    in a shell; flags behind it would be lost, so they are refused."""
+    """Yield the commands of a script, as lists of words. As in a shell, a comment line ends a
+    command that continues on the next line; flags after it would be lost, so they are refused."""
     pending, ended_by_comment = "", False
     for number, line in enumerate([*text.splitlines(), "#"], 1):
         is_comment = line.lstrip().startswith("#")
@@ -346,9 +350,9 @@ def _commands(file: Path, text: str) -> Iterator[list[str]]:
             ended_by_comment |= bool(pending) and not _OF_ARRAY.match(pending)
         elif ended_by_comment and line.lstrip().startswith("--"):
             raise refusal(
-                f"line {number}: flags behind a comment, which ends the command",
+                f"line {number}: flags after a comment, which ends the command",
                 "a command whose lines follow each other",
-                "remove the comment between its lines, or the flags behind it",
+                "remove the comment between its lines, or the flags after it",
                 str(file),
             )
         else:
@@ -358,18 +362,18 @@ def _commands(file: Path, text: str) -> Iterator[list[str]]:
                 continue
         try:
             words = _words(pending)
-        except ValueError:  # a quotation that goes on in the next line, but not behind a comment
+        except ValueError:  # a quotation that continues on the next line, but not past a comment
             words = []
             if not is_comment:
                 continue
         if words and _OF_ARRAY.match(words[0]) and not any(one.endswith(")") for one in words):
-            continue  # an array goes on in the next line
+            continue  # an array continues on the next line
         pending = ""
         yield from _single(words)
 
 
 def _single(words: Sequence[str]) -> Iterator[list[str]]:
-    """Commands that stand in one line, one by one."""
+    """Yield the commands of one line; `&&` and `||` stay as the first word of the next command."""
     own: list[str] = []
     for word in words:
         if word.endswith(";") or word in ("&&", "||", "|", "&"):
@@ -381,7 +385,8 @@ def _single(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _words(command: str) -> list[str]:
-    """The words of a command. A # within a word begins no comment."""
+    """Return the words of a command. A # inside a word does not begin a comment, and arithmetic is
+    one word: `$(expr A + B)` and `$((A + B))` become `$((A+B))`."""
     marked = re.sub(r"(?<=\S)#", "\0", command)
     for each in re.finditer(r"\$\(expr ([^()]*)\)|\$\(\(([^()]*)\)\)", marked):
         sum_ = re.sub(r"[\s\\]", "", each[1] or each[2] or "")
@@ -390,14 +395,15 @@ def _words(command: str) -> list[str]:
 
 
 def _expanded(word: str, environment: Mapping[str, str]) -> str:
-    """The word with variables of the script in their places; what only a shell knows stays."""
+    """Return the word with the script's variables replaced by their values; expansions that need a
+    shell stay as they are."""
 
     def value(found: re.Match[str]) -> str:
         given = environment.get(found[1] or found[3], found[2])
         return found[0] if given is None else given
 
     def number(found: re.Match[str]) -> str:
-        """The result of a shell's integer arithmetic with one operator."""
+        """Return the result of a shell's integer arithmetic, if it has a single operator."""
         first, *rest = (environment.get(one, one) for one in re.findall(r"\w+|\W", found[1]))
         try:
             (sign,) = {*rest[::2]}
@@ -409,7 +415,7 @@ def _expanded(word: str, environment: Mapping[str, str]) -> str:
 
 
 def _expanded_words(word: str, environment: Mapping[str, str]) -> list[str]:
-    """A word of a command; several where a variable of the script holds flags."""
+    """Return the expanded word of a command; several words if it is a variable that holds flags."""
     if _ARRAY.fullmatch(word):
         value = environment.get(word[2:-1].replace("[*]", "[@]"), word)
         return [word] if "$" in value else shlex.split(value)
@@ -421,8 +427,8 @@ def _expanded_words(word: str, environment: Mapping[str, str]) -> list[str]:
 def _split_call(
     words: Sequence[str],
 ) -> tuple[str, Dialect | None, dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the program that is called, its trainer where the name tells it, the flags of the
-    launcher and of the training, and the keys that the name stands for."""
+    """Return the program that is called, its trainer if the name identifies it, the flags of the
+    launcher, the flags of the training, and the keys that the program's name implies."""
     for place, word in enumerate(words):
         name, verb = word.rpartition("/")[2], [*words, ""][place + 1]
         dialect = _dialect_by(name, verb)
@@ -434,7 +440,7 @@ def _split_call(
                 end = start - 1
             if name == "megatron" or verb == "pt":
                 own["stage"] = "megatron" if name == "megatron" else verb
-            own |= {"rlhf_type": "dpo"} if verb == "rlhf" else {}  # the last one is the loss
+            own |= {"rlhf_type": "dpo"} if verb == "rlhf" else {}  # unless a flag says otherwise
         elif name == "trl" and verb.isalpha():
             dialect, own = "TRL", {"stage": verb}
         elif (name.endswith(".py") and name != "mason.py") or (name == "-m" and verb):
@@ -443,7 +449,7 @@ def _split_call(
                 dialect = "open-instruct"
             if found := _LOSS.search(name):
                 own = {"stage": found[0]}
-            elif "run_clm" in name:  # of transformers' examples: it joins texts into blocks
+            elif "run_clm" in name:  # an example of transformers, which joins texts into blocks
                 own = {"stage": "pt", "block_size": 1024}
         else:
             continue
@@ -452,12 +458,12 @@ def _split_call(
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """The values of `--name value`, `--name=value`, `--name value value` and `--name`, and of
-    `name=value` behind a recipe's file, which is the value of config."""
+    """Return the values of `--name value`, `--name=value`, `--name value value` and `--name`, and
+    those of `name=value` after a recipe's file, which is the value of `config`."""
     keys: dict[str, Any] = {}
     name = ""
     for word in words:
-        if word == "--":  # what the launcher calls
+        if word == "--":  # ends the launcher's flags
             name = ""
         elif word.startswith("--"):
             name, has_value, value = word[2:].partition("=")
@@ -469,7 +475,7 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
             name, _, value = word.lstrip("+").partition("=")
             keys[name], name = [value], ""
         elif _ARRAY.search(word) or (not name and _VARIABLE.fullmatch(word)):
-            keys[word] = []  # flags that only a shell knows
+            keys[word] = []  # flags in a variable of unknown value
         elif name and word not in ("2>&1", ">"):
             keys[name].append(word)
         else:
@@ -479,13 +485,13 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
 
 def _of_words(name: str, words: Sequence[str]) -> Any:
     values = [_value(word) for word in words]
-    if _OF_WORDS.search(name):  # 0012345 is a revision
+    if _OF_WORDS.search(name):  # a revision such as 0012345 is no number
         values = [w if type(v) in (int, float) else v for w, v in zip(words, values, strict=True)]
     return True if not values else values[0] if len(values) == 1 else values
 
 
 def _value(word: str) -> Any:
-    """A flag's value: a number, a truth value, JSON, or the text itself."""
+    """Parse a flag's value: a number, a boolean, JSON, or else the text itself."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
     numbers: tuple[Callable[[str], Any], ...] = (int, float)
@@ -496,12 +502,13 @@ def _value(word: str) -> Any:
 
 
 def _processes(flags: Mapping[str, Any], environment: Mapping[str, str]) -> int | None:
-    """How many processes a launcher starts, by its flags, else by the script's variables."""
+    """Return how many processes a launcher starts, by its flags or else the script's variables;
+    None if unknown."""
     nodes = next((flags[name] for name in _NUM_NODES if name in flags), None)
     nodes = nodes or _value(environment.get("NNODES", "1"))
     each = next((flags[name] for name in _PER_NODE if name in flags), None)
     if each is None and isinstance(flags.get("num_processes"), int):
-        each, nodes = flags["num_processes"], 1  # accelerate counts those of all nodes
+        each, nodes = flags["num_processes"], 1  # accelerate's number is that of all nodes
     if each is None and isinstance(place := flags.get("include"), str):
         each = place.count(",") + 1
     if each is None and "NPROC_PER_NODE" in environment:

@@ -1,8 +1,8 @@
-"""The one schema of a run: it serves the run file, the flags, `--help` and Python.
+"""The schema of a run, which serves the run file, the flags, `--help` and Python.
 
-Values may be given as text, as flags are. `1000`, `1e3` and `1000.0` are the same whole number; a
-truth value is no number, and neither is infinity. In paths `~` is the home folder, and nothing else
-is expanded. Keys of `model.rope` are transformers' own.
+Values may be given as text, as in flags. `1000`, `1e3` and `1000.0` are the same integer; booleans
+and infinity are not numbers. In paths `~` is the home folder, and nothing else is expanded. Keys of
+`model.rope` are those of transformers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WORDS = {
 
 
 def words_of(error: ErrorDetails) -> str:
-    """The words for the values that a key takes: pydantic's, where they speak of no Python."""
+    """Return which values a key accepts: pydantic's words, unless those name types of Python."""
     told = re.sub("^Input should be |^Value error, ", "", error["msg"])
     words = _WORDS.get(error["type"], told)
     return words.replace("{max_length}", str(error.get("ctx", {}).get("max_length")))
@@ -90,7 +90,7 @@ def _share_or_whole(number: float) -> float:
 
 
 def _null(example: Any) -> Any:
-    """The default null of a key, with a value that it may have."""
+    """Return a field whose default is null, with an example of another value."""
     return Field(default=None, examples=[example])
 
 
@@ -112,18 +112,18 @@ OffloadChoice = (
 
 
 def told(**parts: str) -> PydanticCustomError:
-    """An error with parts of its message: required and change, also given, and all keys of which
-    the values do not fit each other, as `a and b`."""
+    """Return an error with parts of its message: `required` and `change`; optionally `given`, and
+    `keys` whose values do not fit each other, as `a and b`."""
     return PydanticCustomError("told", "{required}", dict(parts))
 
 
 def offloads_to(value: object, target: str) -> bool:
-    """Whether a value of offload puts anything on `target`."""
+    """Return whether a value of `offload` moves anything to `target`."""
     return target in value.values() if isinstance(value, Mapping) else value == target
 
 
 def kept_offload(value: OffloadChoice) -> OffloadChoice:
-    """The part of a value of offload that is of kept tensors; auto beside weights alone."""
+    """Return the part of a value of `offload` for kept tensors; "auto" for {weights: cpu} alone."""
     if not isinstance(value, dict):
         return value
     kept: OffloadChoice = {kind: target for kind, target in value.items() if kind != "weights"}
@@ -131,8 +131,8 @@ def kept_offload(value: OffloadChoice) -> OffloadChoice:
 
 
 def offloads_weights(value: OffloadChoice) -> bool | None:
-    """Whether a value of offload puts weights, gradients and optimizer into CPU memory; None for
-    auto, which leaves it to a search."""
+    """Return whether a value of `offload` moves weights, gradients and optimizer states to CPU
+    memory; None for "auto", which leaves this to the search."""
     if value == "auto":
         return None
     return isinstance(value, Mapping) and value.get("weights") == "cpu"
@@ -142,8 +142,8 @@ _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{\w+\}|\(.*\))")
 
 
 def require_plain(path: str) -> str:
-    """The same path. Raises PydanticCustomError for a variable in it, of which a folder with that
-    very name would be made."""
+    """Return the path. Raises PydanticCustomError for a variable in it, since a folder with the
+    variable's literal name would be created."""
     if found := _VARIABLE.search(path):
         raise told(
             required=f"a path as it is: variables such as {found[0]} are not expanded, ~ is",
@@ -156,59 +156,59 @@ PlainPath = Annotated[str, AfterValidator(require_plain)]
 
 
 class RopeConfig(BaseModel):
-    """Another rotary position embedding."""
+    """Changes to the rotary position embedding."""
 
     model_config = _SECTION
 
     rope_type: Literal["default", "linear", "yarn", "llama3", "longrope"] = Field(examples=["yarn"])
-    """default changes rope_theta only; which keys a type needs, transformers says."""
+    """default changes rope_theta only; transformers defines which keys the other types need."""
     rope_theta: AboveZero | None = _null(1e6)
-    """Base; null keeps the model's."""
+    """Base of the frequencies; null keeps the model's."""
     factor: Annotated[Number, Field(ge=1)] | None = _null(4)
-    """How many times as many positions."""
+    """Number of positions, as a multiple of those before any scaling."""
     original_max_position_embeddings: Positive | None = None
-    """Positions before any scaling; null takes the model's."""
+    """Number of positions before any scaling; null takes the model's."""
     attention_factor: Number | None = None
-    """yarn, longrope: scale of the attention; null infers it."""
+    """yarn, longrope: scale of cosines and sines; null infers it from factor."""
     beta_fast: Number | None = None
-    """yarn: rotations above which nothing is interpolated."""
+    """yarn: frequencies with more rotations than this in the original positions stay."""
     beta_slow: Number | None = None
-    """yarn: rotations below which all is interpolated."""
+    """yarn: frequencies with fewer rotations than this are interpolated in full."""
     mscale: Number | None = None
-    """yarn: scale of the attention factor."""
+    """yarn: coefficient in the numerator of the inferred attention_factor."""
     mscale_all_dim: Number | None = None
-    """yarn: scale of its divisor."""
+    """yarn: coefficient in the denominator of the inferred attention_factor."""
     truncate: bool | None = None
-    """yarn: whether the range between the betas is rounded to whole dimensions."""
+    """yarn: whether the bounds that follow from the betas are rounded to whole dimensions."""
     low_freq_factor: Number | None = None
-    """llama3: below it all is interpolated."""
+    """llama3: frequencies with fewer rotations than this are interpolated in full."""
     high_freq_factor: Number | None = None
-    """llama3: above it nothing is."""
+    """llama3: frequencies with more rotations than this in the original positions stay."""
     short_factor: tuple[Number, ...] | None = None
-    """longrope: one factor per frequency, where no record is longer than the original length."""
+    """longrope: one factor per frequency, for runs with no record above the original length."""
     long_factor: tuple[Number, ...] | None = None
-    """longrope: the same beyond it; the longest record decides, once for the run."""
+    """longrope: one factor per frequency, for the other runs: the longest record decides."""
 
 
 class ParallelConfig(BaseModel):
-    """Layout over devices."""
+    """Layout of the run on several devices."""
 
     model_config = _SECTION
 
     dp: Positive | Literal["auto"] = Field(default="auto", examples=[2])
-    """Data parallel replicas; auto: as many as the other sizes leave processes for."""
+    """Data parallel replicas; auto: the number of processes divided by sp and pp."""
     sp: Positive | Literal["auto"] = 1
-    """Processes that share a sequence; auto: what the search finds fastest."""
+    """Processes that share each sequence (sequence parallelism); auto: the fastest number."""
     pp: Positive | Literal["auto"] = 1
-    """Pipeline stages; auto: what the search finds fastest."""
+    """Pipeline stages; auto: the fastest number."""
     replicate: Positive = Field(default=1, examples=[2])
     """Groups of replicas that each hold all weights (HSDP, torchtitan's dp_replicate): weights are
-    gathered within a group, gradients added up between them, too. It divides dp."""
+    gathered within a group, gradients are also summed over the groups. It must divide dp."""
     reshard: bool | Literal["auto"] = Field(default="auto", examples=[True])
-    """Whether the processes that share weights hold whole ones of two stages at a time, gathered
-    once per pass, with layer-first, or in a pipeline those of two layers, gathered in each pool
-    with every pass; false: of all, for the step; auto: false where a plan with that fits and is
-    not far slower than a step can be."""
+    """Whether gathered weights are freed after use: with layer-first the weights of two stages are
+    whole at a time, gathered once in the forward and once in the backward; in a pipeline those of
+    two layers, gathered for every pass. false: all stay whole for the step. auto: false, unless no
+    such plan fits or the fastest one is far above the least possible time."""
 
 
 RECORD_FIELDS = (
@@ -217,10 +217,10 @@ RECORD_FIELDS = (
 )  # fmt: skip
 """Fields of a record that data.fields may rename."""
 TURN_FIELDS = ("role", "content", "tool_calls", "reasoning_content", "weight")
-"""Fields of a message that it may rename."""
+"""Fields of a message that data.fields may rename."""
 OTHER_FIELDS: dict[str, type] = {"roles": dict, "unused": list}
 """Keys of data.fields that name no field: roles renames roles, unused lists fields of records and
-of messages that are taken out before anything is read."""
+of messages to remove before they are read."""
 
 
 def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
@@ -229,15 +229,15 @@ def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
         if name not in known or not isinstance(their, OTHER_FIELDS.get(name, str)):
             raise told(
                 given=f"data.fields with {name}: {their!r}",
-                required=f"furlong's own name in front, one of {', '.join(known)}, and the data's"
-                " behind it; roles: {the data's: furlong's}; unused: [the data's]",
+                required=f"furlong's name first, one of {', '.join(known)}, then the data's; roles:"
+                " {the data's: furlong's}; unused: [the data's]",
                 change="write {text: chapter} for texts in the field chapter, or"
                 " {roles: {human: user}}",
             )
     theirs = [name for name in fields.values() if isinstance(name, str)]
     if len(theirs) > len(set(theirs)):
         raise told(
-            required="another field of the data for each of furlong's",
+            required="a different field of the data for each of furlong's",
             change="name each field of the data once",
         )
     return fields
@@ -248,34 +248,34 @@ Format = Literal[
     "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference", "unpaired"
 ]
 FORMAT_OF_LOSS: dict[str, Format] = {"dpo": "preference", "kto": "unpaired"}
-"""The only shape of records of which such a loss learns."""
+"""The format of records that a preference loss requires."""
 
 
 class Source(BaseModel):
-    """A source of sequences; a text is its path."""
+    """A source of sequences; a string is taken as its path."""
 
     model_config = _SECTION
 
     path: PlainPath = Field(min_length=1)
-    """File, folder, or data set of the hub: OWNER/NAME, which a local path of that name comes
-    before, or hf://datasets/OWNER/NAME."""
+    """File, folder, or dataset of the Hub: hf://datasets/OWNER/NAME, or OWNER/NAME if there is no
+    local path of that name."""
     name: Name | None = None
-    """Configuration (subset) of a data set, as its card or its folders name it."""
+    """Configuration (subset) of a dataset, as named by its card or its folders."""
     split: Name | None = None
-    """Which split of a folder that holds several, also train[:5%], train[100:200] or
+    """Split to read from a folder that holds several, also train[:5%], train[100:200] or
     train+validation."""
     revision: Name | None = None
-    """Branch, tag or commit of a data set of the hub."""
+    """Branch, tag or commit of a dataset of the Hub."""
     weight: Number = Field(default=1.0, gt=0, le=1000)
-    """Sequences that an epoch draws from it, relative to those that it has."""
+    """Number of sequences that an epoch draws, as a multiple of those that the source has."""
     share: Share | None = None
-    """Its share of an epoch's tokens, instead of weight; those of all sources are 1 together."""
+    """Share of an epoch's tokens, instead of weight; the shares of all sources sum to 1."""
     limit: Positive | None = None
-    """The first records alone, so many."""
+    """Number of records to read, from the first one on."""
     fields: Fields | None = None
-    """Names of fields in this source, over those of data.fields."""
+    """Names of fields in this source, which override data.fields."""
     format: Literal["auto"] | Format | None = None
-    """Instead of data.format."""
+    """Format of the records, instead of data.format."""
 
     @model_validator(mode="before")
     @classmethod
@@ -296,7 +296,7 @@ class Source(BaseModel):
 
 
 def _listed(value: object) -> object:
-    """A list; what stands alone is one of one."""
+    """Return a list; a single value becomes a list of one."""
     return [value] if isinstance(value, str | Mapping | Source) else value
 
 
@@ -327,7 +327,7 @@ _OF_RENDERING = frozenset(
 
 
 def refused_kwargs(given: Mapping[str, Any]) -> list[str]:
-    """Names that no chat template may be given by a user: the rendering sets them itself."""
+    """Return the given names that rendering a chat template sets itself, so a user may not."""
     return sorted(_OF_RENDERING & given.keys())
 
 
@@ -345,39 +345,40 @@ TooLong = Literal["error", "truncate", "drop", "split"]
 
 
 class DataConfig(BaseModel):
-    """The sequences."""
+    """Training data and held-out data."""
 
     model_config = _SECTION
 
     train: Annotated[Sources, AfterValidator(_shared)]
-    """Files of texts or records, folders, OWNER/NAME of the hub, or {path, name, split, revision,
-    weight, share, limit} for each of them."""
+    """Sources of training data: files of texts or records, folders, OWNER/NAME of the Hub, or
+    {path, name, split, revision, weight, share, limit} for each of them."""
     eval: Annotated[Sources, AfterValidator(_once)] | None = _null("held-out.jsonl")
-    """Held-out data, named in the same way."""
+    """Sources of held-out data, written as in data.train."""
     eval_share: Annotated[ShareOrWhole, Field(ge=0, le=MAX_WHOLE)] | None = _null(0.05)
-    """Held-out records split off data.train, the same share of each source; from 1 on how many of
-    all. Instead of eval."""
+    """Share of each source of data.train to hold out, instead of data.eval; from 1 on, the number
+    of records to hold out in all."""
     limit: Positive | None = _null(1000)
-    """The first records of each source alone, so many at most."""
+    """Maximum number of records to read from each source, from the first one on."""
     format: Literal["auto"] | Format = "auto"
-    """auto goes by the fields of each source's first record: text, messages (also as sharegpt has
-    them), instruction + output (alpaca), prompt + completion or input_ids. With train.loss: dpo it
-    is preference: chosen + rejected; with kto unpaired: prompt + completion + label."""
+    """Format of records. auto goes by the fields of each source's first record: text, messages
+    (also as in sharegpt), instruction + output (alpaca), prompt + completion or input_ids. With
+    train.loss: dpo it is preference: chosen + rejected; with kto unpaired: prompt + completion +
+    label."""
     fields: Fields = Field(default={}, examples=[{"text": "chapter"}])
-    """Names that fields have in the data, by furlong's: {text: chapter}, also those of messages,
-    {role: from, content: value}, and of roles, {roles: {human: user}}. {unused: [images]} takes
-    fields of records and of messages out before they are read."""
+    """Names of fields in the data, by furlong's names: {text: chapter}; also of fields of messages,
+    {role: from, content: value}, and of roles, {roles: {human: user}}. {unused: [images]} removes
+    fields of records and messages before they are read."""
     chat_template: Name | None = _null("qwen3")
-    """Chat template: a file, a text, or a name (alpaca, chatml, gemma, gemma3, gpt-oss, llama3,
+    """Chat template: a file, its text, or a name (alpaca, chatml, gemma, gemma3, gpt-oss, llama3,
     llama3.1, mistral, qwen2.5, qwen3, qwen3.5); null = the tokenizer's."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_free_kwargs)] = Field(
         default={}, examples=[{"enable_thinking": False}]
     )
-    """Names that the chat template is given; a record's own chat_template_kwargs come before it."""
+    """Variables for the chat template; the chat_template_kwargs of a record override them."""
     train_on: Literal["assistant", "all", "last", "conversations"] = "assistant"
-    """Part of conversations and completions to train on: answers, all of the text, the answers
-    behind the last message of the user, or, as TRL does, whole conversations but of prompt and
-    completion the completion alone."""
+    """Part of conversations and completions to train on. assistant: answers; all: the whole text;
+    last: the answers after the user's last message; conversations: as in TRL, whole conversations,
+    but only the completion of prompt + completion."""
     eos_token: Name | None = _null("<|im_end|>")
     """Token of the vocabulary that ends texts and completions; null = the tokenizer's."""
     pad_token: Name | None = _null("<|endoftext|>")
@@ -385,22 +386,23 @@ class DataConfig(BaseModel):
     eot_tokens: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = Field(
         default=(), examples=["<|eot_id|>"]
     )
-    """Tokens to train on where they follow an answer and the template's tags leave them out."""
+    """Tokens to train on if they follow an answer and the tags of the template leave them out."""
     max_seq_len: Positive = 131072
-    """Most tokens in a sequence."""
+    """Maximum number of tokens in a sequence."""
     too_long: TooLong = "error"
-    """Treatment of a sequence above max_seq_len; split goes on in the next sequence, of texts and
-    tokens."""
+    """What to do with a sequence longer than max_seq_len; split continues it in the next sequence,
+    for texts and tokens only."""
     min_len: Natural = 0
-    """Fewest tokens in a sequence: shorter ones are left out, and so are pairs with such a one."""
+    """Minimum number of tokens in a sequence: shorter ones are dropped, and so are pairs with one.
+    """
     join: bool = False
-    """Texts of a source are joined, EOS between them, and cut to sequences of max_seq_len; each of
-    these is one attention over all that it holds."""
+    """Join the texts of a source, with EOS between them, and cut them into sequences of
+    max_seq_len, whose tokens attend to all texts in the sequence."""
     streaming: bool = False
-    """data.train is read and tokenized while the run trains, and kept nowhere: for sources larger
-    than the disk. Needs train.steps; several sources need a share each."""
+    """Read and tokenize data.train while the run trains, without a cache: for sources larger than
+    the disk. Needs train.steps; several sources need a share each."""
     cache_dir: PlainPath | None = None
-    """Folder of tokenized data; null = furlong in the user's cache directory."""
+    """Folder for tokenized data; null = furlong in the user's cache directory."""
 
 
 _EITHER_OR = (
@@ -409,7 +411,7 @@ _EITHER_OR = (
     ("save_every_steps", "saves_per_epoch"),
     ("eval_every_steps", "evals_per_epoch"),
 )
-"""Keys of `train` of which one is given; the first one of two has a default."""
+"""Pairs of keys of `train` of which exactly one has a value; the first has a default."""
 
 
 Optimizer = Literal[
@@ -418,7 +420,7 @@ Optimizer = Literal[
 ]  # fmt: skip
 
 OF_BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
-"""The optimizers of bitsandbytes, which take no divided weights."""
+"""The optimizers of bitsandbytes, which do not support sharded weights."""
 
 
 def _compiled(pattern: str) -> str:
@@ -433,115 +435,117 @@ def _compiled(pattern: str) -> str:
 
 
 class ParameterGroup(BaseModel):
-    """Parameters with a learning rate or a decay of their own."""
+    """Parameters with a different learning rate or weight decay."""
 
     model_config = _SECTION
 
     match: Annotated[str, AfterValidator(_compiled)] = Field(
         min_length=1, examples=["embed_tokens|lm_head"]
     )
-    """Regular expression that their names contain; the first group that fits a name has it."""
+    """Regular expression to search for in their names; the first group that matches applies."""
     lr: AboveZero | None = _null(1e-5)
-    """Their peak learning rate; null is that of the run."""
+    """Peak learning rate; null is that of the run."""
     weight_decay: Annotated[Number, Field(ge=0)] | None = None
-    """Their decay, of norms and biases too; null is that of the run."""
+    """Weight decay, of norms and biases too; null is that of the run."""
 
 
 class TrainConfig(BaseModel):
-    """The optimizer's steps."""
+    """Batches, loss, optimizer, evaluations and checkpoints."""
 
     model_config = _SECTION
 
     steps: Positive | None = 100
-    """Optimizer steps; null leaves it to epochs."""
+    """Number of optimizer steps; null leaves it to epochs."""
     epochs: PerEpoch | None = _null(3)
     """Passes over the training data, instead of steps."""
     sequences_per_step: Positive | None = 32
-    """Sequences in a global batch; with dpo pairs, with kto answers. null leaves it to
+    """Sequences in a global batch; pairs for dpo, answers for kto. null leaves it to
     tokens_per_step."""
     tokens_per_step: Positive | None = _null(524288)
-    """Most tokens in a global batch, instead of sequences_per_step: it is closed when the next
-    sequence would go over; a longer one is a batch by itself."""
+    """Maximum number of tokens in a global batch, instead of sequences_per_step: a batch ends
+    before the sequence that would exceed it; a longer sequence is a batch by itself."""
     lr: Number = Field(default=2.0e-5, gt=0)
     """Peak learning rate."""
     optimizer: Optimizer = "adamw"
-    """adamw is torch's. 8-bit and paged ones are bitsandbytes', those with torch_ torchao's.
-    adafactor is transformers'. muon is torch's, for the matrices of layers, with adamw for the
-    rest."""
+    """adamw and muon are PyTorch's; muon trains the matrices of layers, with adamw for the rest.
+    adamw_8bit and the paged ones are from bitsandbytes, those with torch_ from torchao, adafactor
+    from transformers."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of adamw's moments between steps; the weights stay float32."""
+    """dtype of adamw's moments between steps; the weights stay float32."""
     groups: tuple[ParameterGroup, ...] = Field(
         default=(), examples=[[{"match": "norm", "lr": 1e-6}]]
     )
-    """Parameters with a learning rate or decay of their own: match, a regular expression that their
-    names contain, lr, weight_decay. The first group that fits a name has it."""
+    """Parameters with a different learning rate or weight decay: {match, lr, weight_decay}, where
+    match is a regular expression to search for in their names. The first group that matches
+    applies."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """AdamW's two decay rates."""
+    """AdamW's decay rates of the first and second moment."""
     eps: Number = Field(default=1.0e-8, gt=0)
     """AdamW's epsilon."""
     weight_decay: Number = Field(default=0.0, ge=0)
-    """Decay of trained weights with two or more axes; norms and biases never decay."""
+    """Weight decay of trained weights with two or more dimensions; norms and biases have none."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Course of the learning rate after warm-up."""
+    """Schedule of the learning rate after warm-up."""
     min_lr: Number = Field(default=0.0, ge=0)
-    """Learning rate towards which cosine and linear fall."""
+    """Learning rate towards which cosine and linear decay."""
     warmup_steps: Annotated[ShareOrWhole, Field(ge=0)] = 0.03
     """Steps in which the learning rate rises to lr; below 1 a share of all steps."""
     max_grad_norm: AboveZero | None = 1.0
-    """Gradients are scaled down to this norm; null leaves them."""
+    """Gradients are clipped to this norm; null = no clipping."""
     seed: Whole = Field(default=0, ge=0, lt=2**32)
-    """Seed of the data's order, of random weights and of dropout."""
+    """Seed for the order of the data, random weights and dropout."""
     save_every_steps: Natural | None = 50
-    """Steps between checkpoints, also one after the last step; 0 = none at all."""
+    """Steps between checkpoints, with one after the last step too; 0 = no checkpoints."""
     saves_per_epoch: PerEpoch | None = _null(1)
-    """Checkpoints in an epoch, also 0.5 and 4, instead of save_every_steps."""
+    """Checkpoints per epoch, such as 0.5 or 4, instead of save_every_steps."""
     num_checkpoints: Positive = 3
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     save_weights_only: bool = False
-    """Checkpoints without the optimizer: a third of the size, for export; no run goes on from one.
-    """
+    """Save checkpoints without the optimizer: a third of the size, for export; no run can resume
+    from one."""
     keep_best: bool = False
-    """The checkpoint with the lowest held-out loss stays, is written with its evaluation where no
-    other is due, and is what the run exports."""
+    """Keep the checkpoint with the lowest held-out loss and export it at the end. It is saved at
+    its evaluation even if no checkpoint is due."""
     async_save: bool = False
-    """Write checkpoints while the next steps are taken: their tensors are copied into memory first.
-    An error shows at the next checkpoint, or at the end."""
+    """Write checkpoints during the next steps, from a copy of their tensors in memory. An error is
+    raised at the next checkpoint or at the end."""
     eval_every_steps: Natural | None = 50
     """Steps between evaluations; 0 = before the first and after the last step only."""
     evals_per_epoch: PerEpoch | None = _null(2)
-    """Evaluations in an epoch, instead of eval_every_steps."""
+    """Evaluations per epoch, instead of eval_every_steps."""
     early_stopping: Positive | None = _null(3)
-    """Evaluations in a row without a lower held-out loss with which the run ends; null = never."""
-    max_loss: AboveZero | None = _null(20)
-    """A step with a higher loss is not taken: the run stops, with a checkpoint of the step before.
+    """End the run after so many evaluations in a row without a lower held-out loss; null = never.
     """
+    max_loss: AboveZero | None = _null(20)
+    """A step with a higher loss is not taken: the run stops with a checkpoint of the one before."""
     loss: Literal["sft", "dpo", "kto"] = "sft"
-    """sft learns what has labels; dpo learns to prefer the chosen of two answers to the rejected
-    one, kto from answers that are wanted or not, each beside the model that the run begins with:
-    data.train then holds pairs, or answers with a label."""
+    """sft: cross-entropy of labels. dpo: prefer the chosen to the rejected answer of each pair.
+    kto: prefer answers with the label true to the others. The reference model of dpo and kto is the
+    model that the run starts from."""
     beta: Number = Field(default=0.1, gt=0)
-    """With dpo and kto: how strongly the model is held to the one it began with."""
+    """With dpo and kto: how strongly the model is kept close to the reference model."""
     desirable_weight: Number = Field(default=1.0, ge=0)
-    """With kto: weight of the answers that are wanted."""
+    """With kto: weight of desirable answers."""
     undesirable_weight: Number = Field(default=1.0, ge=0)
-    """With kto: weight of the others."""
+    """With kto: weight of undesirable answers."""
     loss_type: Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "apo_zero", "apo_down"] = (
         "sigmoid"
     )
-    """With dpo: the loss of a pair. sigmoid_norm and ipo go by the mean over an answer's tokens,
-    the others by their sum."""
+    """With dpo: the loss of a pair. sigmoid_norm and ipo use the mean log-probability of an
+    answer's tokens, the others the sum."""
     label_smoothing: Number = Field(default=0.0, ge=0, lt=0.5)
-    """With dpo: how likely a pair is the wrong way round; ipo, apo_zero and apo_down have none."""
+    """With dpo: probability that the answers of a pair are swapped; not with ipo, apo_zero and
+    apo_down."""
     sft_weight: Number = Field(default=0.0, ge=0)
-    """With dpo: weight of the cross-entropy of the chosen answers, which is added (TRL's
+    """With dpo: weight of the cross-entropy of the chosen answers, added to the loss (TRL's
     rpo_alpha)."""
     eval_train_share: Number = Field(default=0.0, ge=0, le=1)
-    """Share of the training sequences that evaluations read beside data.eval; 0 = none."""
+    """Share of the training sequences to evaluate, too, besides the held-out data; 0 = none."""
 
     @property
     def is_of_pairs(self) -> bool:
-        """Whether a term of the loss is made of two sequences: two answers, or an answer and what
-        it is compared with."""
+        """Whether each term of the loss needs two sequences: two answers to a prompt, or an answer
+        and one to compare it with."""
         return self.loss != "sft"
 
     @model_validator(mode="before")
@@ -559,14 +563,14 @@ OfNames = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 
 def _name_or_pattern(value: object) -> object:
-    """A text of letters is a name, any other one a regular expression."""
+    """Return plain text as a list of one name; other text must be a regular expression."""
     if not isinstance(value, str) or value == "all-linear":
         return value
     return (value,) if re.fullmatch(r"[\w.]+", value) else _compiled(value)
 
 
 class LoraConfig(BaseModel):
-    """Low-rank adapters on frozen weights."""
+    """LoRA adapters on frozen weights."""
 
     model_config = _SECTION
 
@@ -575,21 +579,22 @@ class LoraConfig(BaseModel):
     alpha: Number = Field(default=16.0, gt=0)
     """The adapters' output is scaled by alpha / rank."""
     rslora: bool = False
-    """Scale it by alpha / sqrt(rank), which suits high ranks."""
+    """Scale the adapters' output by alpha / sqrt(rank) instead, which suits high ranks."""
     dropout: Number = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapters; above 0 the draw depends on how sequences are cut."""
+    """Dropout before the adapters; its random draws depend on how sequences are cut."""
     target_modules: Annotated[
         Literal["all-linear"] | str | tuple[str, ...], BeforeValidator(_name_or_pattern)
     ] = "all-linear"
-    """all-linear (every linear layer but head, routers and experts, which `target_parameters`
-    names), the names of the modules, or one regular expression that fits their whole names."""
+    """Modules with adapters: all-linear (every linear layer except the head, routers and experts),
+    names of modules, or one regular expression that matches their whole names."""
     target_parameters: OfNames = Field(default=(), examples=[["experts.down_proj"]])
-    """Ends of the names of parameters that are no linear layer's, such as those of experts, which
-    have adapters too."""
+    """Parameters outside of linear layers, such as those of experts, that also get adapters, by the
+    ends of their names."""
     modules_to_save: OfNames = Field(default=(), examples=[["embed_tokens", "lm_head"]])
-    """Names of modules that are trained whole and saved with the adapters."""
+    """Names of modules that are trained in full and saved with the adapters."""
     adapter: PlainPath | None = _null("runs/first/model")
-    """Folder or hub id of LoRA adapters to go on from; keys beside it must be theirs."""
+    """Folder or Hub id of LoRA adapters to continue from; other keys of the section must agree with
+    them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -604,14 +609,14 @@ FourBits = Literal["nf4", "fp4"]
 
 @with_config(ConfigDict(extra="forbid"))
 class FourBitsConfig(TypedDict):
-    """Four bits with scales that are quantized too, or not."""
+    """A 4-bit type, and whether its scales are quantized too (double quantization)."""
 
     type: FourBits
     double: NotRequired[bool]
 
 
 def _plain(value: FourBits | FourBitsConfig | None) -> FourBits | FourBitsConfig | None:
-    """The type alone where scales are quantized too."""
+    """Return the type alone if the scales are quantized too."""
     return value["type"] if isinstance(value, dict) and value.get("double", True) else value
 
 
@@ -623,67 +628,68 @@ class ModelConfig(BaseModel):
     name: PlainPath = Field(min_length=1, examples=["Qwen/Qwen2.5-0.5B"])
     """Hub id or local folder of a Hugging Face model with its tokenizer."""
     revision: Name | None = _null("main")
-    """Branch, tag or commit of a hub id; null is its main branch."""
+    """Branch, tag or commit of a Hub id; null is its main branch."""
     init: Literal["pretrained", "random"] = "pretrained"
     """pretrained loads the weights; random needs config.json and the tokenizer only."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """Type of the compute and of frozen weights; trained weights are float32 or wider."""
+    """dtype of the computation and of frozen weights; trained weights are float32 or wider."""
     tokenizer: PlainPath | None = Field(default=None, min_length=1, examples=["Qwen/Qwen2.5-0.5B"])
-    """Hub id or local folder of another tokenizer with the model's vocabulary; null = its own."""
+    """Hub id or local folder of another tokenizer with the model's vocabulary; null = the model's.
+    """
     quantize: Annotated[FourBits | FourBitsConfig | None, AfterValidator(_plain)] = _null("nf4")
-    """Linear layers under the adapters in 4 bits (QLoRA), or {type: nf4, double: false} for scales
-    that are not quantized themselves; needs furlong[bitsandbytes]."""
+    """Quantize the linear layers under the adapters to 4 bits (QLoRA); {type: nf4, double: false}
+    is without double quantization. Needs furlong[bitsandbytes]."""
     lora: LoraConfig | None = None
-    """null trains every weight."""
+    """LoRA adapters; null trains every weight."""
     config: dict[str, Any] = Field(default={}, examples=[{"attention_dropout": 0}])
-    """Keys of the model's config.json to change, nested by dots or as mappings, but those that
-    shape its weights; exported with the model."""
+    """Keys of the model's config.json to change, nested by dots or as mappings, except those that
+    determine shapes of weights; exported with the model."""
     rope: RopeConfig | None = None
-    """Change of the position embedding; null keeps the model's own. Keys that are not given stay
-    the model's where it has the same type."""
+    """Changes to RoPE; null keeps the model's. Keys that are not given stay as in the model if it
+    has the same type."""
     compile: bool = False
-    """torch.compile of each layer, with attention between its graphs; in one process."""
+    """Apply torch.compile to each layer, with attention outside of its graphs; one process only."""
     kernels: Literal["auto", "none", "liger", "hub"] = "auto"
-    """auto: torch's RMS norm on a GPU, where it agrees with the model's. Norms and activations of
-    liger-kernel, or of the Hub: transformers' use_kernels, which loads compiled code from there."""
+    """auto: PyTorch's RMSNorm on a GPU, if it agrees with the model's. liger: norms and activations
+    of liger-kernel. hub: transformers' use_kernels, which loads compiled code from the Hub."""
 
 
 class SampleConfig(BaseModel):
-    """Which chunks get a backward. The forward stays exact, the gradient becomes an estimate: for
-    rule unbiased its mean over all draws is the exact one."""
+    """Backward of randomly drawn chunks only. The forward stays exact, the gradient becomes an
+    estimate; with rule unbiased its expectation is the exact gradient."""
 
     model_config = _SECTION
 
     rate: Share | None = _null(0.25)
-    """Share of a sequence's chunks that are drawn; give this or chunks."""
+    """Share of a sequence's chunks to draw; give this or chunks."""
     chunks: Positive | None = _null(8)
-    """Chunks of a sequence that are drawn, with rule unbiased on average; a sequence that has no
-    more of them is computed exactly."""
+    """Number of chunks to draw from a sequence, on average with rule unbiased; a sequence with no
+    more chunks than that is computed exactly."""
     rule: Literal["unbiased", "fixed", "paper"] = "unbiased"
-    """unbiased draws each chunk by itself; fixed draws exactly so many, exact on average but for
-    gradients that pass through two or more earlier chunks; paper is SpaCO as printed."""
+    """unbiased draws each chunk independently; fixed draws a fixed number, unbiased except for
+    gradients that pass through two or more earlier chunks; paper is SpaCO as published."""
     label_rate: Share | None = _null(0.5)
     """Probability of drawing a chunk that has labels, with rule unbiased only; null = 1."""
     cap: Annotated[Number, Field(ge=1)] | None = _null(2.0)
-    """Most that gradients from later chunks are multiplied by, with rules fixed and paper only:
-    less variance, more bias; null = no limit."""
+    """Maximum factor on gradients from later chunks, with rules fixed and paper only: less
+    variance, more bias; null = no limit."""
     report_loss: bool = False
-    """Whether chunks that are not drawn compute their loss too, which takes the rest of their
-    forward; without it the loss of a step is that of the drawn chunks."""
+    """Whether to compute the loss of chunks that are not drawn, too, which takes the rest of their
+    forward; otherwise the loss of a step is that of the drawn chunks."""
     check_every_steps: Natural = 0
-    """Steps between comparisons of a sampled gradient with the exact one, on the longest sequence
-    of the batch: cosine and relative error; 0 = never."""
+    """Steps between comparisons of a sampled gradient with the exact one (cosine and relative
+    error), on the longest sequence of the batch; 0 = never."""
 
 
 class ChunksConfig(BaseModel):
-    """How sequences are cut and what is kept: time and memory, never a gradient but for sample."""
+    """How sequences are cut into chunks and which tensors are kept; only sample changes gradients."""
 
     model_config = _SECTION
 
     size: Positive | Literal["auto"] = Field(default="auto", examples=[1024])
-    """Most tokens in a chunk."""
+    """Maximum number of tokens in a chunk."""
     num_retained: Natural | Literal["auto"] = Field(default="auto", examples=[1])
-    """How many last chunks of a sequence keep their whole graph."""
+    """Number of last chunks of a sequence that keep their whole graph."""
     keep: Literal["auto", "input", "kv", "attention", "all"] = Field(
         default="auto", examples=["attention"]
     )
@@ -691,33 +697,34 @@ class ChunksConfig(BaseModel):
     order: Literal["auto", "chunk-first", "layer-first"] = Field(
         default="auto", examples=["chunk-first"]
     )
-    """chunk-first takes a chunk through all layers; layer-first takes all chunks of a sequence
-    through a stage of some layers before the next: less memory, more work."""
+    """chunk-first runs a chunk through all layers before the next chunk; layer-first runs all
+    chunks of a sequence through a stage of some layers before the next stage: less memory, more
+    work."""
     stage_layers: Positive | Literal["auto"] = Field(default="auto", examples=[4])
-    """Most layers of a stage, with layer-first."""
+    """Maximum number of layers in a stage, with layer-first."""
     method: Literal[
         "auto", "chunkflow", "seco", "spaco", "infinipipe", "skrull", "fpdt", "places"
     ] = Field(default="auto", examples=["chunkflow"])
-    """Published system whose plans are run, batch by batch; auto = the fastest that fits."""
+    """Published system that plans each batch; auto = the fastest plan that fits."""
     sample: SampleConfig | None = None
     """Backward for drawn chunks only, such as {rate: 0.25}; null = for all, exactly."""
 
 
 class MemoryConfig(BaseModel):
-    """Budgets."""
+    """Memory budgets of each process."""
 
     model_config = _SECTION
 
     device: Amount = Field(default="auto", examples=["24GiB"])
-    """Budget of the device, on a CPU of everything in RAM, such as 24GiB; auto = most of what is
-    free at the start. Options of chunks that are auto follow it."""
+    """Budget of device memory, on a CPU of everything in RAM, such as 24GiB; auto = most of what is
+    free at the start. Keys of chunks that are auto are chosen to fit it."""
     cpu: Amount = Field(default="auto", examples=["24GiB"])
-    """Budget of CPU memory, pinned where the system allows it, for kept tensors of a GPU; auto =
+    """Budget of CPU memory for tensors offloaded from a GPU, pinned if the system allows it; auto =
     most of what is free, 0 = none. Refused on a CPU, whose RAM is the device."""
     disk: AmountBytes = Field(default=0, examples=["64GiB"])
     """Budget on disk for kept tensors; 0 = none."""
     disk_dir: Annotated[PlainPath, Field(min_length=1)] | None = None
-    """Folder of what lives on disk, on a local drive; null = the run's folder."""
+    """Folder for tensors on disk, on a local drive; null = the run's folder."""
 
 
 def _ascending(steps: tuple[int, int]) -> tuple[int, int]:
@@ -731,13 +738,13 @@ Prompt = Name | tuple[dict[str, Any], ...]
 
 
 def _listed_prompts(value: object) -> object:
-    """A list of prompts; one text, or the messages of one prompt, may stand alone."""
+    """Return a list of prompts; a single text, or the messages of one prompt, become a list."""
     is_one = isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value)
     return [value] if isinstance(value, str) or (is_one and value) else value
 
 
 class LogConfig(BaseModel):
-    """Where figures go besides the terminal and metrics.jsonl."""
+    """Logging besides the terminal and metrics.jsonl."""
 
     model_config = _SECTION
 
@@ -748,7 +755,7 @@ class LogConfig(BaseModel):
     wandb: Name | None = _null("furlong")
     """Project on Weights & Biases; needs furlong[wandb]."""
     wandb_entity: Name | None = _null("my-team")
-    """User or team that the project is of; null = the user's own default."""
+    """User or team that owns the project; null = the user's default."""
     trackio: Name | None = _null("furlong")
     """Project of Trackio; needs furlong[trackio]."""
     mlflow: Name | None = _null("furlong")
@@ -756,24 +763,25 @@ class LogConfig(BaseModel):
     samples: Annotated[tuple[Prompt, ...], BeforeValidator(_listed_prompts)] = Field(
         default=(), examples=[["Once upon a time"]]
     )
-    """Prompts, texts or messages, that evaluations let the model go on with; not in a pipeline."""
+    """Prompts, texts or messages, that the model completes at each evaluation; not in a pipeline.
+    """
     sample_tokens: Positive = 64
-    """Most tokens of such a text."""
+    """Maximum number of tokens of a completion."""
     profile_steps: Annotated[tuple[Positive, Positive], AfterValidator(_ascending)] | None = _null(
         [3, 5]
     )
-    """First and last step that torch's profiler traces, into the run's folder profile."""
+    """First and last step to trace with torch.profiler, into the folder profile of the run."""
 
 
 class HubConfig(BaseModel):
-    """Where a run pushes its export to."""
+    """Upload of the exported model to the Hugging Face Hub."""
 
     model_config = _SECTION
 
     repo: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] = Field(examples=["my-team/my-model"])
-    """Repository of the hub, OWNER/NAME; it is made if it is not there."""
+    """Repository on the Hub, OWNER/NAME; created if it does not exist."""
     private: bool = True
-    """Whether it is private; one that is there stays as it is, a public one is then refused."""
+    """Create it as private, and refuse an existing one that is public; none is changed."""
     every_save: bool = False
     """Push at every checkpoint too, not only at the end."""
 
@@ -787,18 +795,18 @@ class RunConfig(BaseModel):
     data: DataConfig
     chunks: ChunksConfig = ChunksConfig()
     offload: OffloadChoice = Field(default="auto", examples=["cpu"])
-    """Where kept tensors live: none (on the device), cpu, disk (needs memory.disk), or a mapping of
-    kinds (kv, inputs, attention, graphs) such as {attention: disk}, others on the device. The kind
-    weights puts weights, gradients and optimizer there: {weights: cpu}, alone with auto for the
-    others; with auto where nothing else fits, with one word nowhere."""
+    """Where kept tensors are stored: none (on the device), cpu, disk (needs memory.disk), or a
+    mapping of kinds (kv, inputs, attention, graphs) such as {attention: disk}, others on the
+    device. {weights: cpu} stores weights, gradients and optimizer states in CPU memory, and alone
+    leaves the kinds to auto; auto does so if nothing else fits, none, cpu and disk never do."""
     memory: MemoryConfig = MemoryConfig()
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     log: LogConfig = LogConfig()
     hub: HubConfig | None = None
-    """Push of the export to the Hugging Face hub; null = none."""
+    """Upload to the Hugging Face Hub; null = none."""
     out: PlainPath = Field(default="runs/first", min_length=1)
-    """Folder of the run: must not exist or be empty, unless --resume continues it."""
+    """Folder of the run; it must be new or empty, unless --resume continues the run in it."""
 
     @model_validator(mode="after")
     def _keys_fit(self) -> RunConfig:
@@ -810,7 +818,7 @@ class RunConfig(BaseModel):
 
 
 _WITH_BETAS = tuple(name for name in get_args(Optimizer) if name != "adafactor")
-_KNOWN_LENGTH = "nobody knows how many sequences a stream has"
+_KNOWN_LENGTH = "the number of sequences in a stream is unknown"
 _OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("train.betas", "train.optimizer", _WITH_BETAS, ""),
     ("train.eps", "train.optimizer", _WITH_BETAS, ""),
@@ -826,20 +834,20 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("log.wandb_entity", "log.wandb", (), ""),
     ("log.sample_tokens", "log.samples", (), ""),
     ("chunks.stage_layers", "chunks.order", ("layer-first", "auto"), ""),
-    ("model.quantize", "model.lora", (), "weights in 4 bits are frozen, adapters over them train"),
-    ("model.quantize", "model.dtype", ("bfloat16", "float32"), "bitsandbytes multiplies in these"),
-    ("model.lora", "model.init", ("pretrained",), "random weights below would not be saved"),
-    ("data.train_on", "train.loss", ("sft",), "others are of whole answers to a prompt"),
+    ("model.quantize", "model.lora", (), "weights in 4 bits are frozen, only adapters are trained"),
+    ("model.quantize", "model.dtype", ("bfloat16", "float32"), "bitsandbytes computes in these"),
+    ("model.lora", "model.init", ("pretrained",), "random weights would not be saved"),
+    ("data.train_on", "train.loss", ("sft",), "other losses compare whole answers to a prompt"),
     ("data.eval_share", "data.eval", (None,), ""),
-    ("data.join", "data.too_long", ("split", "error"), "a longer text goes on in the next one"),
-    ("data.streaming", "train.loss", ("sft",), "the reference is asked about all data first"),
+    ("data.join", "data.too_long", ("split", "error"), "a longer text continues in the next"),
+    ("data.streaming", "train.loss", ("sft",), "the reference model reads all data first"),
     ("train.epochs", "data.streaming", (False,), _KNOWN_LENGTH),
     ("train.saves_per_epoch", "data.streaming", (False,), _KNOWN_LENGTH),
     ("train.evals_per_epoch", "data.streaming", (False,), _KNOWN_LENGTH),
     ("train.eval_train_share", "data.streaming", (False,), _KNOWN_LENGTH),
     ("data.eval_share", "data.streaming", (False,), _KNOWN_LENGTH),
 )
-"""Keys that may be set with some values of another key only, where none is named with any; and why.
+"""Keys that may be set only with some values of another key (with none named, with any); and why.
 """
 
 
@@ -860,15 +868,15 @@ def _check_options(run: RunConfig) -> None:
 
 
 def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
-    """Rows of values that do not fit each other: whether they are there, their keys, what is
-    required, and what to change."""
+    """Yield rows about values that do not fit each other: whether the run has them, their keys,
+    what is required, and what to change."""
     data, train, loss = run.data, run.train, run.train.loss
     for first, second in _EITHER_OR:
         has_none = getattr(train, first) is None
         yield (
             has_none == (getattr(train, second) is None),
             f"train.{first} and train.{second}",
-            "one of the two, not both and not none",
+            "exactly one of the two",
             f"add train.{first} or train.{second}"
             if has_none
             else f"remove train.{second}, or train.{first} (as a flag --train.{first}=null)",
@@ -888,8 +896,8 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
     yield (
         run.chunks.sample is not None and run.chunks.size == "auto",
         "chunks.size and chunks.sample",
-        "a number: which gradient is estimated does not depend on the size of chunks, but its error"
-        " does, so no search may choose it",
+        "a number: the error of the estimated gradient depends on the size of chunks, so the search"
+        " may not choose it",
         "set chunks.size, such as 1024, or remove chunks.sample",
     )
     parallel, is_away = run.parallel, offloads_weights(run.offload) is True
@@ -924,26 +932,26 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
     yield (
         is_away and train.optimizer in OF_BITSANDBYTES,
         "offload and train.optimizer",
-        "an optimizer of divided weights on the CPU: bitsandbytes has none",
+        "an optimizer that supports sharded weights on the CPU, as none of bitsandbytes does",
         "set train.optimizer to adamw, or remove offload",
     )
     yield (
         is_away and run.model.compile,
         "offload and model.compile",
-        "layers as they are written: compiled ones cannot follow weights that come and go",
+        "layers that are not compiled: compiled ones cannot follow weights that come and go",
         "remove model.compile, or remove offload",
     )
     lora = run.model.lora
     yield (
         lora is not None and not (lora.target_modules or lora.target_parameters),
         "model.lora.target_modules and model.lora.target_parameters",
-        "names of what has adapters",
+        "modules or parameters that get adapters",
         "remove model.lora.target_modules, or name modules or parameters",
     )
     yield (  # memory.cpu: 0 is refused where it is known that there is a GPU
         run.memory.disk == 0 and offloads_to(run.offload, "disk"),
         "offload and memory.disk",
-        "memory.disk above 0, for what is to live there",
+        "memory.disk above 0, for the tensors on disk",
         "add memory.disk, such as 64GiB, or remove offload",
     )
     for name in ("keep_best", "early_stopping"):
@@ -1008,25 +1016,25 @@ def _given(run: RunConfig, keys: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value of a run as a run file has it, in short."""
+    """Return a value as written in a run file, shortened."""
     text = value if isinstance(value, str) else to_json(value).decode()
     return in_short(text, 60)
 
 
 @cache
 def all_keys() -> dict[str, FieldInfo]:
-    """Every key of a run, `train.lr`, sections among them."""
+    """Return every key of a run, such as `train.lr`, and of its sections, with its field."""
     return _keys_of(RunConfig, "")
 
 
 def keys_below(key: str) -> list[str]:
-    """The names of a section's keys, those of a run where `key` is empty; none for a leaf."""
+    """Return the names of a section's keys, or those of a run if `key` is empty; none for a leaf."""
     names = [one.rpartition(".") for one in all_keys()]
     return [name for outer, _, name in names if outer == key]
 
 
 def kinds_of(annotation: Any) -> list[Any]:
-    """The types of a union, or the one that stands alone."""
+    """Return the types in a union, or a list of the one type."""
     if get_origin(annotation) is Annotated:
         return kinds_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -1035,7 +1043,7 @@ def kinds_of(annotation: Any) -> list[Any]:
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a key stands for, which may be absent; None for a leaf."""
+    """Return the class of a key's section, also of one that may be null; None for a leaf."""
     kinds = kinds_of(field.annotation)
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 

@@ -1,8 +1,7 @@
-"""Sources of a run's values, strongest first: flags, the run file, the schema's defaults.
+"""Read the values of a run: flags override the run file, which overrides the schema's defaults.
 
-There are no environment variables. Files are YAML 1.2: 010 is ten, yes is a text. Whatever is wrong
-with a file, a key or a flag ends as one ConfigError that names where it came from; all wrong keys
-are told at once.
+Environment variables are not read. Files are YAML 1.2: 010 is ten, and yes is a string. Errors in a
+file, a key or a flag raise one ConfigError that names their source and lists all wrong keys.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from furlong.errors import in_short, refusal
 
 
 def read_yaml(text: str, source: str, change: str) -> Any:
-    """The value that `text` from `source` stands for. Raises ConfigError, which says `change`."""
+    """Return the value of a YAML text. Raises ConfigError with `source` and `change`."""
     reader = YAML(typ="safe", pure=True)
-    # Times stay texts, as in JSON.
+    # Timestamps stay strings, as in JSON.
     of_times = {"tag:yaml.org,2002:timestamp": SafeConstructor.construct_yaml_str}
     reader.constructor.yaml_constructors = SafeConstructor.yaml_constructors | of_times
     try:
         return reader.load(text)
-    # A number of thousands of digits is a ValueError, a wrong one behind a tag any of the others.
+    # A number of thousands of digits is a ValueError, a wrong one after a tag any of the others.
     except (YAMLError, ValueError, LookupError, RecursionError) as error:
         raise refusal(_reason(error, text), "YAML", change, source) from error
 
 
 def _reason(error: Exception, text: str) -> str:
-    """The fault of a YAML text, and its line."""
+    """Return what is wrong in a YAML text, with its line and column."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return in_short(error)
@@ -49,8 +48,8 @@ def _reason(error: Exception, text: str) -> str:
 
 
 def is_run_file(name: str) -> bool:
-    """Whether a name is that of a run file: by its ending, or a .json file, such as the
-    config.json of a run's folder, by its sections."""
+    """Return whether a name is that of a run file: one that ends with .yaml or .yml, or a .json
+    file with the sections of a run, such as the config.json in a run folder."""
     file = Path(name)
     if file.suffix.lower() != ".json":
         return file.suffix.lower() in (".yaml", ".yml")
@@ -62,10 +61,10 @@ def is_run_file(name: str) -> bool:
 
 
 def read_text(file: Path, noun: str) -> str:
-    """The text of a file, which `noun` names for the error. Raises ConfigError."""
+    """Return the text of a file. Raises ConfigError, in which `noun` says what file it is."""
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # bytes that are no UTF-8, or a NUL in the name
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         raise refusal(
             f"{file}: {getattr(error, 'strerror', None) or error}",
             f"{noun} that can be read",
@@ -75,7 +74,7 @@ def read_text(file: Path, noun: str) -> str:
 
 
 def read_run_file(file: str) -> dict[str, Any]:
-    """The values of a run file. Raises ConfigError."""
+    """Return the values in a run file, in sections. Raises ConfigError."""
     text = read_text(Path(file), "a run file")
     values = read_yaml(text, file, "mend the line that is named")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -87,10 +86,10 @@ def read_run_file(file: str) -> dict[str, Any]:
 
 
 def check_sections(values: Mapping[Any, Any], source: str, outer: str = "") -> dict[str, Any]:
-    """The same values without empty sections.
+    """Return the values without empty sections.
 
-    Raises ConfigError for a section that is none, which flags for its keys would replace without a
-    word.
+    Raises ConfigError for a plain value in the place of a section, which flags for keys of the
+    section would replace silently.
     """
     checked = {}
     for name, value in values.items():
@@ -101,19 +100,19 @@ def check_sections(values: Mapping[Any, Any], source: str, outer: str = "") -> d
             checked[name] = check_sections(value, source, key)
         elif value is not None:
             raise no_section(key, value, f"{source}, key {key}")
-        elif outer:  # a section that may be absent
+        elif outer:  # null for a section that may be absent
             checked[name] = None
     return checked
 
 
 class FlagParser(argparse.ArgumentParser):
-    """The flags of a verb, to which `read_flags` adds the keys of a run. Raises ConfigError instead
-    of ending the process."""
+    """The argument parser of a verb, to which `read_flags` adds the keys of a run. It raises
+    ConfigError instead of exiting."""
 
     def __init__(
         self, verb: str, *, takes: str, description: str, usage: str | None = None
     ) -> None:
-        """`takes`: what the verb is called with, for the error."""
+        """Create a parser; `takes`: the arguments of the verb, as errors name them."""
         super().__init__(
             prog=f"furlong {verb}", usage=usage, allow_abbrev=False, description=description
         )
@@ -129,20 +128,20 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class RunFlags(NamedTuple):
-    """The flags of a command line: those that are keys of the schema, and a verb's own."""
+    """The parsed flags of a command line: keys of a run, and a verb's own arguments."""
 
     values: dict[str, Any]
-    """Values of keys of a run, such as `train.lr`."""
+    """Values by the key of a run, such as `train.lr`."""
     names: frozenset[str]
-    """All flags, such as `--train.lr`."""
+    """Names of all flags that were given, such as `--train.lr`."""
     own: argparse.Namespace
     """The verb's own arguments."""
 
 
 def read_flags(parser: FlagParser, arguments: Sequence[str]) -> RunFlags:
-    """A command line of the parser's own arguments and the keys of a run.
+    """Parse a command line with the parser's own arguments and the keys of a run.
 
-    A flag of the parser comes before a key of that name. Raises ConfigError; `--help` prints and
+    A flag of the parser hides a key of the same name. Raises ConfigError; `--help` prints and
     raises SystemExit(0).
     """
     own = set(parser._option_string_actions)
@@ -166,7 +165,7 @@ def read_flags(parser: FlagParser, arguments: Sequence[str]) -> RunFlags:
 
 
 def values_of(key: str) -> str:
-    """The values that a key takes, for people."""
+    """Return the values that a key takes, as `--help` shows them."""
     example = example_of(key)
     words: list[str] = []
     for kind in kinds_of(all_keys()[key].annotation):
@@ -196,7 +195,7 @@ def _word_of(kind: Any) -> str:
 
 
 def default_of(key: str) -> str:
-    """The default of a key, for people."""
+    """Return the default of a key, as `--help` shows it."""
     field = all_keys()[key]
     if not field.is_required():
         text = json.dumps(field.default, default=str)
@@ -206,8 +205,8 @@ def default_of(key: str) -> str:
 
 
 def _value(key: str, texts: Sequence[str]) -> Any:
-    """The value of a flag; a list may be given as several flags, or with commas. Raises
-    ConfigError, also for a word in the place of a section's keys."""
+    """Return the value of a flag; a list may be given as several flags, or with commas. Raises
+    ConfigError, also for a plain value in the place of a section."""
     kinds = kinds_of(all_keys()[key].annotation)
     if any(get_origin(kind) is tuple for kind in kinds):
         items: list[Any] = []
@@ -228,7 +227,7 @@ def _value(key: str, texts: Sequence[str]) -> Any:
 
 
 def _read(key: str, text: str) -> Any:
-    """A text, a mapping or list in YAML, several texts with commas, or null."""
+    """Parse a mapping or list in YAML, null, or texts separated by commas; else return the text."""
     if text.lstrip()[:1] in ("{", "["):
         change = "quote the value for the shell, and in it every name with odd characters:"
         return read_yaml(text, f"the flag --{key}", f"{change} --{key}='[\"a b.jsonl\"]'")
@@ -244,9 +243,9 @@ def parse_run(
     switches: Mapping[str, str] | None = None,
     description: str = "Train a model.",
 ) -> RunConfig:
-    """The run that a command line asks for: `[RUN.yaml] [--section.key=value ...]`.
+    """Return the run of a command line, `[RUN.yaml] [--section.key=value ...]`.
 
-    `switches`: flags without a value that the verb reads itself, with their help. Raises
+    `switches`: flags without a value that the verb reads itself, with their help text. Raises
     ConfigError; `--help` prints and raises SystemExit(0).
     """
     takes = "[RUN.yaml] [--section.key=value ...]"
@@ -262,12 +261,13 @@ def parse_run(
 
 
 def load_run(file: str | Path) -> RunConfig:
-    """The run of a YAML or JSON file. Raises ConfigError."""
+    """Return the run in a YAML or JSON file. Raises ConfigError."""
     return build_run(read_run_file(str(file)), str(file))
 
 
 def build_run(values: Mapping[str, Any], source: str, flags: RunFlags | None = None) -> RunConfig:
-    """The run of values that were read from `source`, under the flags. Raises ConfigError."""
+    """Return the run with `values`, read from `source`, overridden by `flags`. Raises
+    ConfigError."""
     merged = check_sections(values, source)
     for key, value in sorted(flags.values.items()) if flags else ():  # sections before their keys
         is_section = isinstance(value, Mapping) and keys_below(key)
@@ -280,7 +280,7 @@ def build_run(values: Mapping[str, Any], source: str, flags: RunFlags | None = N
 
 
 def put(values: dict[str, Any], key: str, value: Any, *, beside: bool = False) -> None:
-    """Puts the value of a whole key into sections; `beside`: a section's keys beside its others."""
+    """Set a key with its sections in nested `values`; `beside`: merge a mapping into a section."""
     *path, name = key.split(".")
     for part in path:
         values[part] = values = values.get(part) or {}
