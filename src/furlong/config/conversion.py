@@ -1,6 +1,6 @@
-"""A recipe of another trainer becomes a run's values, and each of its keys gets a verdict.
+"""Convert a recipe of another trainer to the values of a run, with a verdict on each of its keys.
 
-Words that differ alone, and names within sources, are data: foreign.yaml has them.
+Keys and values that only have other names here are in the tables of foreign.yaml.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from furlong.config.sources import check_sections, put, read_yaml
 from furlong.errors import refusal
 
 _Given = dict[str, Any]
-"""Values of a recipe's keys, all of which go into one key of ours."""
+"""Values by a recipe's keys, all of which determine one key of furlong."""
 _needless = partial(Verdict, "needless")
 _lost = partial(Verdict, "lost")
 _refused = partial(Verdict, "refused")
 
 
 class Conversion:
-    """A recipe on its way to a run."""
+    """The state of a conversion: a recipe, and what has been made of it so far.
+
+    In this module "ours" is furlong's, and a `target` is a key of furlong.
+    """
 
     def __init__(
         self, recipe: Recipe, num_processes: int | None, of_flags: Iterable[str] = ()
@@ -40,25 +43,25 @@ class Conversion:
         self.recipe = recipe
         self.num_processes = num_processes or recipe.num_processes
         self.run: dict[str, Any] = {}
-        """Values by whole keys of ours."""
+        """Values by key, such as `train.lr`."""
         self.given: dict[str, _Given] = {}
-        """Keys that go into one of ours, with those of the trainer's defaults, by ours."""
+        """By target, the recipe's keys for it with their values, and the trainer's defaults."""
         self.verdicts: dict[str, Verdict] = {}
-        """By their keys, as the recipe writes them."""
+        """Verdicts by key, as the recipe writes it."""
         self.known_config: Mapping[str, Any] = {}
         """The config of a model that is known by its name; empty for others."""
         self.of_flags = set(of_flags)
-        """Keys of ours that somebody gives."""
+        """Our keys that the command line gives."""
         self.loss_given: Any = None
-        """The loss that somebody gives, before the recipe's."""
+        """The loss that the command line gives, which overrides the recipe's."""
         self.of_defaults: set[str] = set()
-        """Keys of ours whose value is a default of the other trainer."""
+        """Our keys whose value is a default of the other trainer."""
         self.remarks: dict[str, str] = {}
-        """Remarks for the reader, by a key of ours."""
+        """Remarks for the reader, by our key."""
 
     @property
     def values(self) -> dict[str, Any]:
-        """The run in sections."""
+        """The values of the run, in nested sections."""
         nested: dict[str, Any] = {}
         order = list(RunConfig.model_fields)
         for key in sorted(self.run, key=lambda key: order.index(key.partition(".")[0])):
@@ -76,7 +79,8 @@ class Conversion:
         return (self.loss_given or self.run.get("train.loss")) in (None, "sft")
 
     def value(self, *names: str) -> Any:
-        """The recipe's value of the first of these keys that it has, else its trainer's default."""
+        """Return the value of the recipe's first key with one of these names, or else the trainer's
+        default, or None."""
         for values in (self.recipe.keys, self.recipe.defaults):
             for key, value in values.items():
                 if key.rpartition(".")[2].replace("-", "_") in names and value is not None:
@@ -84,22 +88,24 @@ class Conversion:
         return None
 
     def own(self, given: _Given) -> _Given:
-        """Those of `given` that the recipe says itself."""
+        """Return the part of `given` that the recipe itself has, without defaults."""
         return {name: value for name, value in given.items() if name in self.recipe.keys}
 
     def last(self, given: _Given) -> Any:
-        """The value of a recipe's own key, else the default."""
+        """Return the value of the last key that the recipe itself has, or else the default."""
         own = self.own(given)
         return [*own.values()][-1] if own else next(iter(given.values()))
 
     def theirs(self, target: str) -> Any:
-        """The value that goes into a key of ours, under whatever name the recipe has it."""
+        """Return the recipe's value for one of our keys, or None, whatever the recipe names it."""
         return self.last(given) if (given := self.given.get(target)) else None
 
     def say(self, verdict: Verdict, names: Iterable[str]) -> None:
+        """Set the verdict on those keys that the recipe itself has."""
         self.verdicts |= {name: verdict for name in names if name in self.recipe.keys}
 
     def take(self, target: str, value: Any) -> Verdict:
+        """Set the value of one of our keys, and return the verdict that says so."""
         self.run[target] = value
         return Verdict("ours", target)
 
@@ -111,9 +117,9 @@ def convert(
     *,
     config_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> Conversion:
-    """The run of a recipe, under `flags`: values of keys of ours. `config_of` returns the config of
-    a model that is known by its name, else nothing. Raises ConfigError for a recipe of a loss that
-    no run has, and for a run that lacks a key."""
+    """Return the run of a recipe, overridden by `flags` (values by our keys). `config_of` returns
+    the config of a model that is known by its name, else an empty one. Raises ConfigError for a
+    recipe of an unsupported loss, and for a run that lacks a required key."""
     made = Conversion(recipe, num_processes, flags or ())
     made.loss_given = (flags or {}).get("train.loss")
     for name, value in (recipe.defaults | recipe.keys).items():
@@ -125,7 +131,7 @@ def convert(
     if recipe.loss_by_keys and "train.loss" not in made.of_flags:
         made.run["train.loss"] = _loss(made, "train.loss", {"": recipe.loss_by_keys})
         if "beta" in recipe.keys and "loss_type" not in recipe.keys:
-            made.remarks["train.loss"] = "by beta alone, which recipes of KTO and ORPO have, too"
+            made.remarks["train.loss"] = "inferred from beta, which KTO and ORPO have, too"
     order = [text.partition(",")[0] for text in foreign_table()["ours"]]
     for target in sorted(made.given, key=lambda key: [*order, key].index(key)):
         _read(made, target, made.given[target])
@@ -137,21 +143,21 @@ def convert(
 
 
 _OF_PLANS = ("chunks.", "offload.", "memory.")
-"""Sections whose names, such as size, mean something else to others."""
+"""Sections whose keys, such as size, mean something else in other trainers."""
 _PLAIN_PLUGINS = r"cut_cross_entropy|\.liger\.|\.kernels\."
 _COMPUTED = re.compile(r"\$(\w|\{|\()|^<[^|<>]* [^<>]*>$")
 _OFF = (None, False, 0, "", "false", "none", "no", "null", "off")
 
 
 def _verdict(name: str, value: Any) -> Verdict:
-    """The table's verdict on a key with that value; of one that is taken, the key of ours."""
+    """Return the table's verdict on a key with that value; its text is our key if there is one."""
     answer = answer_to(name)
     if value is None or value in ("", [], {}):
         return _needless("it has no value")
     if isinstance(value, str) and _COMPUTED.search(value):
         is_place = answer is not None and answer.target in ("out", "log.name")
         kind: Kind = "lost" if is_place else "refused"
-        return Verdict(kind, "its script computes it: set the key of ours")
+        return Verdict(kind, "its script computes it: set furlong's key")
     if answer is None:
         last = f".{name}".rpartition(".")[2]
         own = [
@@ -164,23 +170,23 @@ def _verdict(name: str, value: Any) -> Verdict:
         return _refused("write model.name: the export of the run that it goes on from")
     plugins = value if name == "plugins" and isinstance(value, list) else []
     if plugins and all(re.search(_PLAIN_PLUGINS, str(one)) for one in plugins):
-        return _needless("what they do stands under keys of its own")
+        return _needless("other keys say what they do")
     if name == "deepspeed" and isinstance(value, Mapping) and value.get("scheduler"):
         return _refused("its scheduler takes the place of the recipe's: write train.schedule")
     words: list[str] = foreign_table()["harmless"].get(name, [""])
     if not any(word in str(value).lower() for word in words):
-        return _refused(f"the same is computed with {' or '.join(words)} alone")
+        return _refused(f"the same is computed only with {' or '.join(words)}")
     if name in ("deepspeed", "fsdp", "fsdp_config") and _offloads(value):
-        return _lost("weights and optimizer states stay on the device, divided over all processes")
-    if name == "deepspeed" and str(value).endswith(".json"):  # nobody could read it
-        return _needless(f"{answer.text}; {value} is not at hand: a scheduler in it is not seen")
+        return _lost("weights and optimizer states stay on the device, sharded over all processes")
+    if name == "deepspeed" and str(value).endswith(".json"):  # the file was not found
+        return _needless(f"{answer.text}; {value} was not found: a scheduler in it would be missed")
     text = value.lower() if isinstance(value, str) else value
     is_off = text in _OFF or (text == 1 and name.endswith(("size", "degree", "tp")))
     return _needless(answer.text) if is_off else answer
 
 
 def _offloads(value: Any) -> bool:
-    """Whether a setting of DeepSpeed or FSDP keeps weights or states on the CPU."""
+    """Return whether a setting of DeepSpeed or FSDP keeps weights or states on the CPU."""
     if isinstance(value, Mapping):
         found = (_offloads(one) or ("offload" in str(key) and one) for key, one in value.items())
         return any(found)
@@ -188,7 +194,7 @@ def _offloads(value: Any) -> bool:
 
 
 def _read(made: Conversion, target: str, given: _Given) -> None:
-    """Takes the keys that go into one of ours, or says why not."""
+    """Convert the recipe's keys for one of ours, or record why they are not taken."""
     try:
         if target.startswith("model.lora.") and (why := _lora_needless(made, target, given)):
             found: Any = _needless(why)
@@ -205,7 +211,7 @@ def _read(made: Conversion, target: str, given: _Given) -> None:
 
 
 def _put(made: Conversion, key: str, value: Any) -> None:
-    """Takes a value that somebody gives for a key of ours, in the place of the recipe's."""
+    """Set one of our keys to a value of the command line, which replaces the recipe's."""
     made.run = {own: one for own, one in made.run.items() if not own.startswith(f"{key}.")}
     made.run[key] = value
     made.remarks.pop(key, None)
@@ -217,13 +223,14 @@ def _put(made: Conversion, key: str, value: Any) -> None:
 
 
 _ASIDE = ("log.", "hub", "out", "train.save", "train.num_", "data.streaming")
-"""Keys without which the same is computed."""
+"""Keys that do not change what is computed."""
 
 
 def _finish(made: Conversion) -> None:
-    """Adds what no key says, and proves that it is a run. Raises ConfigError where a key lacks.
+    """Add values that no single key determines, and validate the run. Raises ConfigError if a
+    required key is missing.
 
-    Values that no run may have are given up, each with its reason.
+    Values that the schema refuses are removed, each with a verdict that says why.
     """
     if made.recipe.doubt:
         made.remarks["data.train"] = made.recipe.doubt
@@ -235,7 +242,7 @@ def _finish(made: Conversion) -> None:
         made.run["train.lr"] = 1e-4 if "model.lora.rank" in made.run else 1e-5
     is_axolotl = made.recipe.dialect == "axolotl"
     if is_axolotl and "pretraining_dataset" in made.given.get("data.train", ()):
-        # it streams texts, in windows where it packs
+        # it streams texts, and cuts them into windows if it packs
         is_windows = made.value("sample_packing") is True
         made.run["data.too_long"] = "split" if is_windows else "truncate"
         made.of_defaults.discard("data.too_long")
@@ -263,8 +270,8 @@ def _finish(made: Conversion) -> None:
 
 
 def _give_up(made: Conversion, error: ErrorDetails) -> bool:
-    """Takes a value that no run may have out of the run, that of the first key of several; whether
-    there is one. Raises ConfigError for what nobody but the user can mend."""
+    """Remove a value that the schema refuses, the first of several, and return whether there is
+    one. Raises ConfigError for a value that only the user can fix."""
     keys = error.get("ctx", {}).get("keys", key_of(error["loc"])).split(" and ")
     found = [key for own in keys for key in made.run if meet(key, own)]
     if not found or error["type"] == "missing":
@@ -285,7 +292,7 @@ def _give_up(made: Conversion, error: ErrorDetails) -> bool:
 
 
 def _word(target: str, value: Any) -> str:
-    """Translate another trainer's word for a value."""
+    """Return our word for another trainer's value."""
     word = str(value).lower().rpartition(".")[2]
     words: dict[str, list[str]] = foreign_table()["values"][target]
     return next((ours for ours, theirs in words.items() if word in theirs), word)
@@ -293,7 +300,7 @@ def _word(target: str, value: Any) -> str:
 
 def _same(made: Conversion, target: str, given: _Given) -> Any:
     if len({repr(value) for value in made.own(given).values()}) > 1:
-        return _refused("two values for one key of ours")
+        return _refused("two values for one key of furlong")
     value = made.last(given)
     if target == "model.tokenizer" and value == made.run.get("model.name"):
         return _needless("it is the model's own")
@@ -309,21 +316,21 @@ _VISION = (
 
 def _model(made: Conversion, target: str, given: _Given) -> Any:
     if "model_name" in given and len(given) > 1:  # a persona, in ms-swift
-        made.say(_refused("a persona belongs into the records"), ["model_name"])
+        made.say(_refused("a persona belongs in the records"), ["model_name"])
         del given["model_name"]
     name = made.last(given)
     refs = {one: made.recipe.keys.get(one) for one in ("ref_model", "ref_model_name_or_path")}
     others = [one for one, value in refs.items() if value not in (None, "", name)]
-    made.say(_refused("the reference is the model that a run begins with"), others)
+    made.say(_refused("the reference model is the one that a run starts from"), others)
     config = _config_at_hand(name)
     is_trained = str(config.get("model_type")).startswith(("qwen3_5", "llama4"))
     if re.search(_VISION, str(name)) or ("vision_config" in config and not is_trained):
-        made.say(_refused("a model with vision: its text model alone is trained, if at all"), given)
+        made.say(_refused("a model with vision: only a text model can be trained"), given)
     return name
 
 
 def _config_at_hand(name: Any) -> Mapping[str, Any]:
-    """The config of a model's folder; empty without one."""
+    """Return the config in a model's folder; empty if it is not a local folder."""
     try:
         file = Path(str(name), "config.json").expanduser()
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -333,11 +340,11 @@ def _config_at_hand(name: Any) -> Mapping[str, Any]:
 
 
 def _check_positions(made: Conversion) -> None:
-    """Refuse a length beyond the positions of a model at hand, or of a known one."""
+    """Refuse a length beyond the positions of a local or known model."""
     config = _config_at_hand(made.run.get("model.name"))
     config = config.get("text_config") or config or made.known_config
     positions, length = config.get("max_position_embeddings"), made.run.get("data.max_seq_len")
-    # the known ones rotate all, and their configs leave out what is the default
+    # all known models have RoPE, and their configs leave out defaults
     has_rope = config is made.known_config or any(key.startswith("rope") for key in config)
     has_rope &= "model.rope" not in made.run
     if has_rope and isinstance(positions, int) and isinstance(length, int) and length > positions:
@@ -354,7 +361,7 @@ def _dtype(made: Conversion, target: str, given: _Given) -> Any:
     named = [given[name] for name in ("torch_dtype", "dtype", "mixed_precision") if name in given]
     dtype = _word(target, named[0]) if named else "bfloat16"
     if given.get("fp16") is True or dtype in ("float16", "fp16"):
-        return _refused("float16 needs a scaled loss: bfloat16 does not")
+        return _refused("float16 needs loss scaling, which furlong lacks: write bfloat16")
     if not named and given.get("bf16", given.get("pure_bf16")) is False and "fp16" not in given:
         return "float32"
     default = _needless("bfloat16 is the default; trained weights stay float32")
@@ -368,7 +375,7 @@ def _adapters(made: Conversion, target: str, given: _Given) -> Any:
     if word in ("full", "none", "false", "no"):
         return _needless("every weight is trained without model.lora")
     if word not in ("lora", "qlora", "true"):
-        return _refused("adapters are LoRA here, and no part of the weights is frozen")
+        return _refused("adapters are LoRA only, and weights cannot be frozen in part")
     taken = made.take("model.lora.rank", 8)
     for name, value in options.items():
         ours = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}.get(name, name)
@@ -380,8 +387,8 @@ def _adapters(made: Conversion, target: str, given: _Given) -> Any:
 
 
 def _lora_needless(made: Conversion, target: str, given: _Given) -> str:
-    """Why an option of adapters is not needed, which some trainers write although every weight is
-    trained; empty where it is."""
+    """Return why an option of adapters is not needed, or empty text. Some trainers write them
+    although every weight is trained."""
     if made.recipe.dialect == "torchtune" and made.own(given):
         made.run.setdefault("model.lora.rank", 8)
     if "model.lora.rank" not in made.run:
@@ -424,7 +431,7 @@ def _quantize(made: Conversion, target: str, given: _Given) -> Any:
     method = str(made.value("quant_method", "quantization_method") or "bnb").lower()
     builder = str(given.get("model._component_", "")).rpartition(".")[2]  # torchtune's
     if re.search("dora|classifier|reward|vision|clip|flamingo", builder):
-        return _refused(f"{builder}: text models with LoRA or all weights alone are trained")
+        return _refused(f"{builder}: only text models are trained, with LoRA or all weights")
     flags = ("load_in_4bit", "use_qlora", "quantize_base", "model.quantize_base")
     is_four = bits == 4 or builder.startswith("qlora") or any(given.get(n) is True for n in flags)
     if not is_four and bits is None:
@@ -474,7 +481,7 @@ _OF_ROPE = ("rope_parameters", "rope_scaling")
 
 
 def _of_config(made: Conversion, keys: Mapping[str, Any], *, is_init: bool) -> Verdict | None:
-    """Take keys with which a model is made; the verdict on them where that is not all of RoPE's."""
+    """Take the keys of a model's config other than RoPE's; return the verdict on them, or None."""
     verdict, unread = None, []
     for key, value in keys.items():
         answer = _verdict(key, value)
@@ -489,7 +496,8 @@ def _of_config(made: Conversion, keys: Mapping[str, Any], *, is_init: bool) -> V
 
 
 def _scaled(made: Conversion, kind: str) -> dict[str, Any] | None:
-    """RoPE of a kind with the factor that the length asks for, by the config of a model at hand."""
+    """Return RoPE of a type with the factor that the sequence length needs; None if the model's
+    config or the length is unknown."""
     length = made.value("max_model_len", "cutoff_len", "max_length")
     config = _config_at_hand(made.run.get("model.name"))
     if not config or not isinstance(length, int):
@@ -541,7 +549,7 @@ def _batch(made: Conversion, target: str, given: _Given) -> Any:
         micro = next(filter(None, said), 1)
         accumulated = made.value("gradient_accumulation_steps", "accumulate_grad_batches")
         is_said = made.recipe.dialect != "axolotl" or "gradient_accumulation_steps" in own
-        if not is_said and own.get("batch_size"):  # that of a device, accumulated
+        if not is_said and own.get("batch_size"):  # per device, over all accumulated steps
             micro, accumulated = own["batch_size"], 1
         if accumulated is None and made.recipe.dialect == "ms-swift":  # up to 16 sequences
             accumulated = max(1, math.ceil(16 / micro / (made.num_processes or 1)))
@@ -573,11 +581,11 @@ _SHARING = re.compile(
     r"((sequence_parallel|context_parallel|seq_parallel|cp_|tensor_|pipeline_).*(size|degree)"
     r"|parallelism_config_(cp|sp|tp)_size)$"
 )
-"""Numbers of processes that share a sequence or a layer."""
+"""Keys with the number of processes that share a sequence or a layer."""
 
 
 def _replicas(made: Conversion) -> int:
-    """Return how many processes have different sequences; one where nobody says."""
+    """Return how many processes have different sequences; 1 if unknown."""
     keys = made.recipe.keys
     inner = keys.get("parallelism_config")
     shared = 1
@@ -613,12 +621,12 @@ def _min_lr(made: Conversion, target: str, given: _Given) -> Any:
         elif value.keys() <= known.keys():
             floor = sum(known[key] * float(one) for key, one in value.items())
         else:
-            return _refused("of a schedule's options furlong has the floor alone")
+            return _refused("the only option of schedules is min_lr")
     return float(f"{floor:.12g}")
 
 
 def _warmup(made: Conversion, target: str, given: _Given) -> Any:
-    is_megatron = "lr_decay_style" in made.given.get("train.schedule", {})  # which warms up, too
+    is_megatron = "lr_decay_style" in made.given.get("train.schedule", {})  # its constant warms up
     if made.theirs("train.schedule") == "constant" and not is_megatron:
         made.run[target] = 0.0
         return _needless("constant has no warm-up")
@@ -640,7 +648,7 @@ def _optimizer(made: Conversion, target: str, given: _Given) -> Any:
         decay = made.given["train.weight_decay"]
         decay["weight_decay"] = 0.0
         if any(made.own(decay).values()):
-            reason = "Adam adds it to the gradient, adamw takes it off the weights"
+            reason = "Adam adds it to the gradient, adamw decays the weights directly"
             made.say(_refused(reason), decay)
     return _word(target, made.last(named)) if named else _needless("adamw is the default")
 
@@ -668,7 +676,7 @@ def _groups(made: Conversion, target: str, given: _Given) -> Any:
 
 
 def _saves(made: Conversion, target: str, given: _Given) -> Any:
-    """The distance of checkpoints, and that of evaluations."""
+    """Return the number of steps between checkpoints or evaluations."""
     what = "save" if "save" in target else "eval"
     per_epoch = f"train.{what}s_per_epoch"
     if what == "eval" and not {"data.eval", "data.eval_share"} & made.run.keys():
@@ -726,7 +734,7 @@ def _loss(made: Conversion, target: str, given: _Given) -> Any:
         f"a recipe of {word}",
         "supervised fine-tuning, pretraining, DPO or KTO: furlong train samples no answers and has"
         " no other losses",
-        "wrap the model of its own trainer in furlong.chunked, which runs long sequences there",
+        "keep its trainer and wrap the model in furlong.chunked, which runs long sequences there",
         str(made.recipe.file),
     )
 
@@ -758,7 +766,7 @@ def _parallel(made: Conversion, target: str, given: _Given) -> Any:
 
 
 _PROJECTS = {"open-instruct": "open_instruct_internal", "axolotl": "axolotl"}
-"""Projects of wandb where none is named; transformers says huggingface."""
+"""Default projects of wandb by trainer; for others it is transformers' "huggingface"."""
 
 
 def _trackers(made: Conversion, target: str, given: _Given) -> Any:
@@ -787,7 +795,7 @@ def _hub(made: Conversion, target: str, given: _Given) -> Any:
         return _needless("nothing is pushed")
     repo = str(made.value("hub_model_id") or made.value("output_dir") or "")
     if repo.count("/") != 1 or repo.startswith((".", "data/", "output")):
-        return _lost("write hub.repo: OWNER/NAME, for the recipe names no owner")
+        return _lost("write hub.repo: OWNER/NAME; the recipe names no owner")
     if made.value("hub_strategy") == "every_save":
         made.run["hub.every_save"] = True
     if (private := made.value("hub_private_repo")) is not None:
@@ -800,11 +808,11 @@ def _special_tokens(made: Conversion, target: str, given: _Given) -> Any:
     for value in given.values():
         tokens |= value if isinstance(value, Mapping) else {"eos_token": value}
     tokens = {token: text for token, text in tokens.items() if text and token != "bos_token"}
-    verdict = _needless("the tokenizer's own")
+    verdict = _needless("the tokenizer has these tokens")
     for token in ("eos_token", "pad_token"):
         if token in tokens:
             verdict = made.take(f"data.{token}", tokens.pop(token))
-    return _refused("new tokens are written into the model's folder first") if tokens else verdict
+    return _refused("add new tokens to the model's folder first") if tokens else verdict
 
 
 def _template(made: Conversion, target: str, given: _Given) -> Any:
@@ -839,25 +847,25 @@ def _template(made: Conversion, target: str, given: _Given) -> Any:
 
 def _train_on(made: Conversion, target: str, given: _Given) -> Any:
     if not made.is_sft:
-        return _needless("answers are compared, questions never learnt")
+        return _needless("answers are compared; prompts are never trained on")
     said: dict[str, str | None] = {}
     for name, value in (made.own(given) or given).items():
         if name not in made.verdicts:
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
             said[name] = foreign_table()["train_on"].get(name, {}).get(text)
-    reason = "assistant, all, or last: no other choice, and no other weight of tokens"
+    reason = "there is only assistant, all and last, and no other weight of tokens"
     made.say(_refused(reason), [name for name, word in said.items() if word is None])
     is_chat = '"chat"' in json.dumps(made.run.get("data.train"))
     if said.get("train_on_inputs") == "all" and is_chat and made.recipe.dialect == "axolotl":
-        made.say(_refused("axolotl passes over it in a chat_template"), ["train_on_inputs"])
+        made.say(_refused("axolotl ignores it with chat_template"), ["train_on_inputs"])
         return None
     first = next((one for one in ("all", "conversations", "last") if one in said.values()), None)
-    return first or _needless("answers alone are learnt by default")
+    return first or _needless("only answers are trained on by default")
 
 
 def _fields(made: Conversion, target: str, given: _Given) -> Any:
-    """Fields and roles of all sources; LLaMA-Factory's column names of its dataset_info.json, which
-    some write into the recipe."""
+    """Return fields and roles of all sources, also from LLaMA-Factory's keys of dataset_info.json,
+    which some recipes contain."""
     text, columns = given.get("dataset_text_field", "text"), given.get("columns") or {}
     fields: dict[str, Any] = {} if text == "text" else {"text": text}
     ours = {"query": "instruction", "response": "output", "images": ""}
@@ -875,7 +883,7 @@ _KNOWN_ROLES = ("human", "gpt", "observation", "function_call", "user", "assista
 
 
 def _info_fields(info: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """`fields` and `format` of an entry of LLaMA-Factory's dataset_info.json."""
+    """Return `fields` and `format` of an entry in LLaMA-Factory's dataset_info.json."""
     columns, tags = info.get("columns") or {}, info.get("tags") or {}
     kind, is_ranking = info.get("formatting") or "alpaca", bool(info.get("ranking"))
     if kind == "sharegpt":
@@ -883,7 +891,7 @@ def _info_fields(info: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
         tags = {"role_tag": "from", "content_tag": "value"} | tags
     table = foreign_table()["columns"]
     fields = {ours: columns[theirs] for theirs, ours in table.items() if theirs in columns}
-    if is_ranking:  # what is asked, before two answers
+    if is_ranking:  # the prompt of two answers
         asked = [fields.pop(name) for name in ("messages", "instruction") if name in fields]
         fields |= {"prompt": asked[0]} if asked else {}
     if kind != "alpaca":
@@ -916,7 +924,7 @@ def _sources(made: Conversion, target: str, given: _Given) -> Any:
 def _source(
     made: Conversion, key: str, keys: Mapping[str, Any], dialect: str = ""
 ) -> dict[str, Any]:
-    """A source by its keys in the recipe's list `key`; those that nobody reads are refused."""
+    """Return a source, from an entry of the recipe's list `key`; unknown keys are refused."""
     table: dict[str, list[str]] = foreign_table()["sources"][dialect or made.recipe.dialect]
     source = {}
     for ours, theirs in table.items():
@@ -936,20 +944,20 @@ _DATA_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", 
 
 def _axolotl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     named = given.get("datasets") or given["pretraining_dataset"]
-    if named == given.get("pretraining_dataset"):  # of which axolotl reads the first alone
+    if named == given.get("pretraining_dataset"):  # axolotl reads only the first one
         named = [{"path": named}] if isinstance(named, str) else named[:1]
         named = [{"type": "pretrain"} | one for one in named]
     found = [source for one in named for source in _axolotl_source(made, one)]
     templates = {source.pop("template", None) for source in found if source.get("format") != "text"}
     if len(templates) > 1:
-        made.say(_refused("sources of several chat templates: several runs"), ["datasets"])
+        made.say(_refused("one run has one chat template: use several runs"), ["datasets"])
     elif template := next(iter(templates), None):
         made.run["data.chat_template"] = template
     return found
 
 
 def _axolotl_source(made: Conversion, one: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The sources of an entry: one for each of its files."""
+    """Return the sources of an entry: one for each of its files."""
     usual: dict[str, list[Any]] = foreign_table()["usual of axolotl"]
     unusual = {
         name: value
@@ -964,7 +972,7 @@ def _axolotl_source(made: Conversion, one: Mapping[str, Any]) -> list[dict[str, 
     if files and "[" not in str(source.get("split")):
         source.pop("split", None)
     elif len(files) > 1:
-        made.say(_refused("a slice of several files: one source for each"), ["datasets"])
+        made.say(_refused("a slice of several files: write one source for each file"), ["datasets"])
     kind, _, part = str(one.get("type") or "").partition(".")
     prompts: dict[str, str] = foreign_table()["prompts of axolotl"]
     names: dict[str, Any] = {}
@@ -1001,8 +1009,8 @@ _MEDIA = frozenset(("images", "videos", "audios"))
 
 
 def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    """Names of LLaMA-Factory, as dataset_info.json beside the recipe explains them, or as a YAML
-    file does in its version 1."""
+    """Return the sources that LLaMA-Factory's names stand for, by dataset_info.json near the
+    recipe or, in its version 1, by a YAML file."""
     names = given.get("dataset") or given["train_dataset"]
     names = names if isinstance(names, list) else [name.strip() for name in str(names).split(",")]
     is_list = str(names[0]).endswith((".yaml", ".yml"))
@@ -1018,13 +1026,13 @@ def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     for name in entries if is_list else names:
         if (entry := entries.get(name)) is None:
             if "/" not in name and not Path(name).exists():
-                reason = "no dataset_info.json is near that explains it: write data.train"
+                reason = "no dataset_info.json near the recipe explains it: write data.train"
                 made.say(_refused(reason), given)
             found.append({"path": name})
             continue
         source = _source(made, "dataset", entry)
         if media := _MEDIA & (entry.get("columns") or {}).keys():
-            reason = f"{name} has {', '.join(sorted(media))}: text alone is trained on"
+            reason = f"{name} has {', '.join(sorted(media))}: only text is trained on"
             made.say(_refused(reason), given)
         if "path" not in source:  # a file beside the list
             limit = {"limit": source["limit"]} if "limit" in source else {}
@@ -1048,7 +1056,7 @@ _DRAWN = "there the records of a limit are drawn at random, here they are the fi
 
 
 def _swift_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    """`id`, `id:subset#1000`, files and folders."""
+    """Return the sources of ms-swift: `id`, `id:subset#1000`, files and folders."""
     names = given["dataset"]
     found = []
     for name in names if isinstance(names, list) else [names]:
@@ -1064,7 +1072,7 @@ def _swift_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
 
 
 def _mixed_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    """Ids of a list or a mapping, each with its weight, or with its number of records."""
+    """Return the sources of a list or mapping of ids, each with its weight or number of records."""
     words = given.get("mixer_list") or given.get("dataset_mixer_list")
     if isinstance(mixer := given.get("dataset_mixer"), Mapping):
         words = [*chain.from_iterable(mixer.items())]
@@ -1087,7 +1095,7 @@ def _arctic_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
     for one in given["data.sources"]:
         mapping = one.get("role_mapping") or {}
         if any(not str(where).startswith("messages.role.") for where in mapping.values()):
-            made.say(_refused("a role that is no message's"), given)
+            made.say(_refused("a role outside of messages"), given)
         format = {"format": "chat"} if "instruct" in str(one.get("type")) else {}
         found.append(_source(made, "data.sources", one) | format)
     return found
@@ -1124,11 +1132,11 @@ _FORMATS = {
     ("prompt", "chosen", "rejected"): "preference", ("chosen", "rejected"): "preference",
     ("prompt", "completion", "label"): "unpaired",
 }  # fmt: skip
-"""The format that selected columns come to."""
+"""Formats by the columns that a mixture selects."""
 
 
 def _selected(made: Conversion, one: Mapping[str, Any]) -> dict[str, Any]:
-    """A source of a mixture, of which only some columns are kept."""
+    """Return a source of a mixture that may keep only some columns."""
     source = _source(made, "datasets", one, "TRL")
     if columns := one.get("columns"):
         shape = {*columns} - {"tools", "chat_template_kwargs"}
@@ -1150,7 +1158,7 @@ def _trl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
         made.run["data.eval_share"] = mixture["test_split_size"]
     if mixture["datasets"]:
         if any(one.get("weight", 1) != 1 for one in mixture["datasets"]):
-            reason = "a weight is a part drawn once there, and here anew in each epoch"
+            reason = "there a weight is a part drawn once, here it is drawn in each epoch"
             made.remarks["data.train"] = reason
         return [_selected(made, one) for one in mixture["datasets"]]
     names = (
@@ -1248,5 +1256,5 @@ _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], Any]] = {
     "hub": _hub,
     "out": lambda made, _, given: str(made.last(given)),
 }
-"""By a key of ours, what reads the keys of theirs that go into it: it gives the value of ours, or a
-verdict, or None where it has told each of them; else their value is ours."""
+"""By our key, the function that reads the recipe's keys for it. It returns our value, or a verdict,
+or None if it has set all verdicts itself. Keys without a function take the value as it is."""

@@ -275,7 +275,7 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
         raise _no_recipe(file, given, is_code=True)
     if dialect is None:
         dialect = "transformers"
-        doubt = f"{program} is taken as transformers' Trainer; what its code does besides is unseen"
+        doubt = f"{program} is read as transformers' Trainer; what else its code does is unknown"
     _read_deepspeed(keys, file)
     if dialect == "ms-swift" and {"NPROC_PER_NODE", "NNODES"}.isdisjoint(environment):
         environment.pop("CUDA_VISIBLE_DEVICES", None)  # one process, whose layers are shared out

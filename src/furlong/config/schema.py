@@ -682,7 +682,7 @@ class SampleConfig(BaseModel):
 
 
 class ChunksConfig(BaseModel):
-    """How sequences are cut into chunks and which tensors are kept; only sample changes gradients."""
+    """How sequences are cut into chunks and what is kept; only sample changes gradients."""
 
     model_config = _SECTION
 
@@ -1028,7 +1028,7 @@ def all_keys() -> dict[str, FieldInfo]:
 
 
 def keys_below(key: str) -> list[str]:
-    """Return the names of a section's keys, or those of a run if `key` is empty; none for a leaf."""
+    """Return the names of the keys in a section, of a run if `key` is empty; none for a leaf."""
     names = [one.rpartition(".") for one in all_keys()]
     return [name for outer, _, name in names if outer == key]
 
