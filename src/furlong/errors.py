@@ -55,6 +55,14 @@ def _shown(value: Any) -> str:
     return in_short(json.dumps(value, default=str), 80)
 
 
+def in_yaml(value: object) -> str:
+    """Return a mapping as one line of YAML, `{weights: cpu}`, and other values as they are."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    whole = {k: int(x) for k, x in value.items() if isinstance(x, float) and x.is_integer()}
+    return f"{{{', '.join(f'{key}: {one}' for key, one in {**value, **whole}.items())}}}"
+
+
 def in_short(text: object, most: int = 300) -> str:
     """Return the text in one line of about `most` characters. A longer text is cut, after a
     sentence or a word where possible, and ends with "..."."""

@@ -70,8 +70,8 @@ def test_cpu_memory_that_is_not_known_has_no_limit():
     ("offload", "cpu", "disk", "on_cpu", "given", "change"),
     [
         (None, 24 * GIB, 0, True, "memory.cpu = ", "remove memory.cpu"),
-        ("cpu", "auto", 0, True, "offload = 'cpu' on a CPU", "remove offload"),
-        ({"kv": "cpu"}, 0, 0, True, "{'kv': 'cpu'} on a CPU", "remove offload"),
+        ("cpu", "auto", 0, True, "offload = cpu on", "remove offload"),
+        ({"kv": "cpu"}, 0, 0, True, "offload = {kv: cpu}", "remove offload"),
         ("disk", "auto", 0, True, "disk with memory.disk = 0", "add memory.disk"),
         ({"inputs": "disk"}, "auto", 0, False, "disk with memory.disk = 0", "add memory.disk"),
         ("cpu", 0, 0, False, "cpu with memory.cpu = 0", "add memory.cpu"),

@@ -94,7 +94,7 @@ def test_decided_tiers_come_back_when_a_run_is_resumed(
             ("--memory.disk=1KiB",),
             ("of memory.disk", "the smallest that would do is memory.disk: 1MiB"),
         ),
-        (("--offload=cpu",), ("'cpu' on a CPU", "remove offload")),
+        (("--offload=cpu",), ("offload = cpu on", "remove offload")),
         (("--memory.device=100KiB",), ("none fits", "would do is memory.device: 2MiB")),
     ],
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from furlong.errors import ConfigError, refusal
+from furlong.errors import ConfigError, in_yaml, refusal
 from furlong.files import read_object
 from furlong.models.asked import positions_of, rope_entries
 
@@ -100,9 +100,9 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
     if new := [told for told in _complaints(text) if told not in known]:
         missing = new[0].rpartition(": ")[2] if "Missing" in new[0] else ""
         likely = {key: value for key, value in _LIKELY.items() if f"'{key}'" in missing}
-        whole = f"set model.rope: {_in_yaml(**given, **likely)}"
+        whole = f"set model.rope: {in_yaml(given | likely)}"
         change = whole if likely else "mend or remove model.rope"
-        raise refusal(f"model.rope = {_in_yaml(**given)}", new[0], change, _SOURCE)
+        raise refusal(f"model.rope = {in_yaml(given)}", new[0], change, _SOURCE)
 
 
 def check_length(
@@ -198,7 +198,7 @@ def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> l
     for rope, why in ropes:
         with suppress(ConfigError):
             apply_rope(deepcopy(config), rope, max_seq_len=wanted)
-            found.append(_in_yaml(**rope) + why)
+            found.append(in_yaml(rope) + why)
     return found
 
 
@@ -214,8 +214,3 @@ def _complaints(text: Any) -> list[str]:
             told.insert(0, str(error.args[0] if error.args else error))
     # positions are rounded to an integer, so that their ratio is not exactly the factor
     return [message for message in told if "implicit factor" not in message]
-
-
-def _in_yaml(**values: Any) -> str:
-    whole = {k: int(x) for k, x in values.items() if isinstance(x, float) and x.is_integer()}
-    return f"{{{', '.join(f'{key}: {value}' for key, value in (values | whole).items())}}}"

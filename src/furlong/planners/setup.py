@@ -18,7 +18,7 @@ from furlong.cost.machine import AS_WRITTEN, Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import PACKED_BYTES, Lora, Training
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, in_yaml
 from furlong.planners.options import ChunkOptions
 from furlong.planners.question import MARGIN, Limits
 from furlong.planners.spaco import Sampling
@@ -51,7 +51,7 @@ def cost_model_of(
     if is_away:
         if training.packed_bytes is not None:
             raise ConfigError(
-                given=f"offload = {config.offload} for a model in 4 bits",
+                given=f"offload = {in_yaml(config.offload)} for a model in 4 bits",
                 required="weights in floats: codes stay on the device as they are",
                 source="offload, model.quantize and the model's config.json",
                 change="remove offload"
@@ -96,7 +96,7 @@ def offload_budgets(
         named.append("cpu")
     cpu_bytes = 0 if on_cpu else free_cpu_bytes if cpu == "auto" else cpu
     if on_cpu and (cpu not in ("auto", 0) or "cpu" in named):
-        key, value = ("offload", repr(offload)) if cpu in ("auto", 0) else ("memory.cpu", cpu)
+        key, value = ("offload", in_yaml(offload)) if cpu in ("auto", 0) else ("memory.cpu", cpu)
         raise ConfigError(
             given=f"{key} = {value} on a CPU",
             required="memory.device alone: on a CPU it is the budget of everything in RAM",
