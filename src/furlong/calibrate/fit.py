@@ -2,7 +2,7 @@
 
 Seconds are linear in the inverse rates. A column of the linear system is what the cost model itself
 predicts for each action with one inverse rate set to 1 and the others to 0. Where kernel launches
-overlap with work, an action takes the longer of the two; which one that is, is decided anew after
+overlap with work, an action takes the longer of the two; which one is longer is decided again after
 each fit. Fits minimize the squared relative error, so that small values count as much as large
 ones.
 """
@@ -68,8 +68,8 @@ def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
 def _fit_hidden(
     stages: Array, heads: Array, measured: Array, found: Array, names: Sequence[str]
 ) -> Array:
-    """Fit where a pass through `stages` takes the longer of work and launches, plus all terms of
-    `heads`; `found`: initial coefficients."""
+    """Fit coefficients if a pass takes the longer of work and launches in `stages`, plus all terms
+    in `heads`; `found`: initial coefficients."""
     is_work = np.array([name not in _LAUNCHES for name in names])
     for _ in range(_ROUNDS):
         launched = stages[:, ~is_work] @ found[~is_work] > stages[:, is_work] @ found[is_work]
@@ -122,7 +122,7 @@ def _seconds(sample: Sample, spec: Machine) -> Array:
 def _fields(found: Mapping[str, float]) -> dict[str, Any]:
     """Convert inverse rates to fields of `Machine`."""
     fields: dict[str, Any] = {name: found[name] for name in _LAUNCHES}
-    # if bytes cost nothing, set inf: the spec's own rate would add to what was fitted
+    # if bytes cost nothing, set inf: the rate in the spec would add to what was fitted
     fields[_BYTES] = 1 / found[_BYTES] if found[_BYTES] > 0 else inf
     for name in EFFICIENCIES:
         each, half = found[name], found.get(f"{name} half", 0.0)

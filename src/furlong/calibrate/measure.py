@@ -1,4 +1,4 @@
-"""Measurements without a plan: the peak of a CPU, the optimizer, copies, collectives.
+"""Measurements without a plan: peak FLOP/s of a CPU, optimizer, copies and collectives.
 
 Latency and bandwidth of a link are fitted by a line to the seconds of a few sizes. All processes
 that torchrun has started measure collectives together.
@@ -31,21 +31,21 @@ _TOTAL_BYTES = 2**26
 _NUM_REPEATS = 5
 _MATRIX = 1024
 _MOST_PARAMETERS = 2**25
-"""Most parameters for the optimizer's rate, whose states take twice their memory."""
+"""Maximum number of parameters to time the optimizer with; its states take twice their memory."""
 _COLLECTIVE_BYTES = (2**14, 2**18, 2**21, 2**23)
 """Sizes of the larger buffer of a collective."""
 _HEAD_DIM = 64
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of a few products of large square matrices."""
+    """Measure the FLOP/s of products of large square matrices; the fastest product counts."""
     a = torch.randn(_MATRIX, _MATRIX, device=device).to(dtype)
     seconds = _shortest_s(lambda: a @ a, device)
     return 2.0 * _MATRIX**3 / seconds
 
 
 def optimizer_rate(model: Any, device: torch.device) -> float:
-    """Parameters per second of a step of AdamW."""
+    """Measure how many parameters a step of AdamW updates per second."""
     parameters: list[Any] = []
     for parameter in model.parameters():
         if parameter.requires_grad and sum(p.numel() for p in parameters) < _MOST_PARAMETERS:
@@ -86,7 +86,7 @@ def _link(open_pool: Callable[[], Pool], device: torch.device) -> Link:
 
 
 def _round_trip_s(pool: Pool, x: Tensor, count: int) -> tuple[float, float]:
-    """Seconds of `count` puts, and of as many gets, each with the next one prefetched."""
+    """Measure the seconds of `count` puts, and of as many gets with the next one prefetched."""
     started_s = time.perf_counter()
     handles = [pool.put(x) for _ in range(count)]
     pool.get(handles[-1]).release()  # waits for the last write
@@ -131,7 +131,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def world_size() -> int:
-    """Number of processes that torchrun has started; 1 without it."""
+    """Return the number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -177,7 +177,7 @@ def collective_links(device: torch.device) -> dict[str, Link]:
 
 
 def _moved_bytes(name: Collective, num_bytes: int) -> float:
-    """Bytes that one device sends if the larger buffer of the collective has `num_bytes`."""
+    """Return the bytes that a device sends if the collective's larger buffer has `num_bytes`."""
     if name == "p2p":
         return num_bytes
     size = dist.get_world_size()
@@ -185,7 +185,7 @@ def _moved_bytes(name: Collective, num_bytes: int) -> float:
 
 
 def _seconds(name: Collective, num_bytes: int, device: torch.device) -> float:
-    """Seconds of the shortest of a few calls, on the slowest process."""
+    """Measure the seconds of the shortest of a few calls, on the slowest process."""
     call = _call(name, num_bytes, device)
     call()
     shortest = float("inf")

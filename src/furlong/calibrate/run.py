@@ -72,7 +72,7 @@ its passes are mostly launches and attention."""
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A plan to run on a trial model; `held_out`: it tests the fit instead of entering it."""
+    """A plan to run on a trial model; `held_out`: whether it only tests the fit."""
 
     subject: TrialModel
     seq_lens: tuple[int, ...]
@@ -252,7 +252,7 @@ def random_sequences(seq_lens: Sequence[int], vocab_size: int) -> list[dict[str,
 
 
 def tidy() -> None:
-    """Return free memory to the system."""
+    """Release unused memory to the operating system."""
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -357,7 +357,7 @@ def device_of(name: str) -> torch.device:
 
 
 def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -> int:
-    """Tokens of the trials' largest chunk, such that a round takes about `_ROUND_S`."""
+    """Return the tokens of the trials' largest chunk, so that a round takes about `_ROUND_S`."""
     shape = model.shape
     per_token = 8 * (shape.num_active_parameters + shape.embedding_parameters)
     per_s = model.hardware.peak_flops_per_s * _SLOW_SHARE
@@ -373,7 +373,7 @@ def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -
 def _run_rounds(
     bench: Bench, own: Sequence[Trial], runs: dict[Trial, list[Measured]], tell: Tell
 ) -> None:
-    """Run all trials once, and again while there is time; append the results to `runs`."""
+    """Run all trials once, then again while there is time; append the results to `runs`."""
     smallest = min(own, key=lambda trial: trial.num_tokens)
     bench.run(smallest.seq_lens, smallest.options)  # warm-up: allocates buffers, loads kernels
     started_s = time.monotonic()
