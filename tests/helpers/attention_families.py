@@ -1,5 +1,5 @@
-"""Tiny float64 twins of the families whose attention is not plain: latent, chunked, or unlike from
-layer to layer."""
+"""Tiny float64 twins of families with special attention: latent, chunked, or different from layer
+to layer."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def twin_of(name: str, **changes: object) -> PreTrainedModel:
-    """A twin in train mode, whose attention matters."""
+    """Return a twin in train mode, with weights large enough for attention to matter."""
     model_type, own = TWINS[name]
     return build_twin(model_type, **{**_SMALL, **own, **changes})
 
 
 def build_twin(model_type: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A causal LM of random float64 weights, of which none is at its start; in train mode."""
+    """Return a causal LM in train mode with random float64 weights, none at its initial value."""
     config = AutoConfig.for_model(model_type, **settings)
     twin = twin_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     config._attn_implementation = "sdpa" if twin._supports_sdpa else "eager"

@@ -1,4 +1,4 @@
-"""A `Trainer` whose engine, batches and settings a test gives, without a run file."""
+"""A `Trainer` that a test builds from an engine, batches and settings, without a run file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from furlong.train.trainer import Trainer
 
 
 class BareTrainer(Trainer):
-    """What the steps need. `evaluated` is what each evaluation says."""
+    """A trainer with only what its steps need."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class BareTrainer(Trainer):
 
 
 class Evaluating(BareTrainer):
-    """One that evaluates by a function."""
+    """A bare trainer that evaluates by calling a function."""
 
     def __init__(self, evaluation: Any, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)

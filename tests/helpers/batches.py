@@ -12,7 +12,7 @@ from furlong.testing import Batch
 def batch(
     lens: Sequence[int], *, vocab_size: int = 96, seed: int = 0, masked: Sequence[range] = ()
 ) -> Batch:
-    """Random sequences; `masked[i]` are the tokens of sequence i that have no label."""
+    """Return random sequences; `masked[i]` are the tokens of sequence i that have no label."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []
     for index, num_tokens in enumerate(lens):

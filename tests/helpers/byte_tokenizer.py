@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 def byte_tokenizer(
     marks: Sequence[str] = ("<pad>", "<end>"), **settings: Any
 ) -> PreTrainedTokenizerFast:
-    """One token per byte, behind `marks`."""
+    """Return a tokenizer with one token per byte, after the special tokens `marks`."""
     symbols = [*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

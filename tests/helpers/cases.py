@@ -1,7 +1,7 @@
-"""The matrix: every family under every way of cutting, walking, keeping and storing.
+"""The test matrix: families of models, chunk sizes, orders, kept tensors and where they are stored.
 
-Arrays that cover all pairs of dials, with all families, and all triples, with families that are
-unlike (`helpers.covering`), and a sample of the product that is another one every night.
+It has covering arrays (`helpers.covering`): of all pairs of options with all families, and of all
+triples with a few different families; and a sample of the full product that changes every night.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TARGETS = ("none", "cpu", "disk")
 
 @dataclass(frozen=True)
 class Case:
-    """One value of each dial; a dial that is not given has its plainest value."""
+    """One value of each option; an option that is not given has its plainest value."""
 
     family: str
     batch_name: str
@@ -48,9 +48,9 @@ class Case:
     attention: str = "none"
     graphs: str = "none"
     tile_tokens: int = 0
-    """Rows of each tile of the loss; 0: as many as furlong takes."""
+    """Rows of each tile of the loss; 0: furlong's own number."""
     segment_tokens: int = 0
-    """Tokens of a segment of K,V; 0: as many as furlong takes, which is more than there are."""
+    """Tokens of a segment of K,V; 0: furlong's own number, which is more than a case has."""
 
     def __str__(self) -> str:
         walk = f"height{self.stage_layers}" if self.stage_layers else "chunk-first"
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def is_short(self) -> bool:
-        """Whether sequences have a third of their tokens: every token is a chunk."""
+        """Whether sequences have a third of their tokens, since every token is a chunk."""
         return self.size == 1
 
     def sequences(self) -> Batch:
@@ -88,8 +88,8 @@ class Case:
 
     @contextmanager
     def small_sizes(self) -> Iterator[None]:
-        """Within it tiles and segments have the case's sizes, and graphs leave nothing behind as
-        too small."""
+        """Context manager: tiles and segments have the case's sizes, and tensors in graphs are
+        offloaded however small they are."""
         sizes: dict[str, Any] = {"furlong.runtime.cell._MIN_BYTES": 1}
         if self.tile_tokens:
             sizes["furlong.runtime.head.tile_tokens"] = lambda *_: self.tile_tokens
@@ -129,7 +129,7 @@ _RULES: Mapping[str, Callable[[Row], bool]] = {
     "attention": lambda c: c["keep"] == "attention",
     "graphs": lambda c: c["keep"] == "all" or c["num_retained"] > 0,
 }
-"""When a dial does anything, by the values of others; a dial that is not here always does."""
+"""When an option has an effect, by the values of others; one without a rule always has."""
 
 
 def design(families: Iterable[str] = FAMILIES, *, loose: Iterable[str] = ()) -> Design:
@@ -140,8 +140,9 @@ def design(families: Iterable[str] = FAMILIES, *, loose: Iterable[str] = ()) -> 
 
 
 def covering_array() -> tuple[list[Case], list[Case], list[Case]]:
-    """Cases that hold every pair of values of dials that act, and every family; those that hold,
-    with them, every pair of a family and a value; and every triple, of families that are unlike."""
+    """Return three lists of cases: they cover every pair of values of options that have an effect,
+    and every family; with these every pair of a family and a value; and every triple with the
+    families `UNLIKE`."""
     few = design(loose=["family"]).array(2)
     pairs = design().array(2, few)
     triples = design(UNLIKE).array(3, (r for r in few + pairs if r["family"] in UNLIKE))
@@ -150,7 +151,7 @@ def covering_array() -> tuple[list[Case], list[Case], list[Case]]:
 
 
 def sample(num_per_family: int, seed: int = 0) -> list[Case]:
-    """Cases drawn from the product of all dials: the same ones for a seed, no two alike."""
+    """Return different cases drawn from the product of all options, the same ones for a seed."""
     drawn = random.Random(seed)
     found: dict[Case, None] = {}
     for family in FAMILIES:

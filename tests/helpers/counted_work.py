@@ -1,4 +1,4 @@
-"""Work without a clock: how many lines of Python a call runs. A busy machine changes nothing."""
+"""Measure work by the lines of Python that a call runs, which a busy machine does not change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import FrameType
 from typing import Any
 
 LINEAR = 2.5
-"""Most work for twice the size: n log n takes little more than twice as much, n^2 four times."""
+"""Allowed factor of work for twice the size: n log n takes a little over 2, n^2 takes 4."""
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """The lines that a call runs, those of comprehensions and of what it calls included."""
+    """Return the number of lines that a call runs, including functions that it calls."""
     num_lines = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

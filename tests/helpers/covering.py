@@ -1,5 +1,5 @@
-"""Covering arrays: a few rows in the place of a product of dials, in which all values of any two or
-three dials still meet. A fault hides behind so few that meet, hardly ever behind more.
+"""Covering arrays: a few rows, instead of the full product of options ("dials"), in which all
+values of any two or three dials still occur together. Most faults need no more of them to show.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 class Design:
-    """Dials, their values, and which of these may meet."""
+    """Dials, their values, and which values may occur together."""
 
     def __init__(
         self,
@@ -25,10 +25,12 @@ class Design:
         steering: Sequence[str] = (),
         loose: Iterable[str] = (),
     ) -> None:
-        """`dials`: the plainest value of each is its first. `rules`: by dial, whether it may have
-        any other, given a row of the dials in `steering`, itself among them or not: elsewhere it
-        does nothing, or is refused.
-        `loose`: dials that count for two in a tuple."""
+        """Create a design.
+
+        `dials`: values by dial, the plainest first. `rules`: by dial, whether other values than the
+        first have an effect and are allowed, given a row of the dials in `steering`. `loose`: dials
+        that count for two in a tuple.
+        """
         self.dials, self._rules, self._loose = dials, rules or {}, set(loose)
         entries = ((dial, value) for dial in dials for value in dials[dial])
         self._bits = {entry: 1 << place for place, entry in enumerate(entries)}
@@ -44,7 +46,7 @@ class Design:
         return values if dial not in self._rules or self._rules[dial](row) else values[:1]
 
     def _beside(self, dial: str, others: Sequence[str], strength: int) -> Iterator[tuple[str, ...]]:
-        """What makes up a tuple with a dial."""
+        """Yield the groups of other dials that form a tuple with a dial."""
         pairs = itertools.combinations(others, strength - 2)
         if dial in self._loose:
             yield from pairs
@@ -54,18 +56,18 @@ class Design:
         yield from (pair for pair in pairs if not self._loose.isdisjoint(pair))
 
     def _groups(self, dials: Sequence[str], strength: int) -> Iterator[tuple[str, ...]]:
-        """The dials of each tuple."""
+        """Yield the dials of each tuple."""
         for place, dial in enumerate(dials):
             for others in self._beside(dial, dials[:place], strength):
                 yield (*others, dial)
 
     def tuples_of(self, row: Row, strength: int) -> set[int]:
-        """The tuples of a row, each as a set of bits."""
+        """Return the tuples of values in a row, each as an integer with one bit per value."""
         own = {dial: self._bits[dial, row[dial]] for dial in row}
         return {sum(own[d] for d in group) for group in self._groups(list(row), strength)}
 
     def every_tuple(self, strength: int) -> set[int]:
-        """All tuples of values that may meet."""
+        """Return all tuples of values that may occur together."""
         found: set[int] = set()
         met = set()
         groups = list(self._groups(list(self.dials), strength))
@@ -83,12 +85,12 @@ class Design:
         return found
 
     def array(self, strength: int, chosen: Iterable[Row] = (), *, num_orders: int = 1) -> list[Row]:
-        """Rows that hold, with those `chosen` already, every tuple of `strength` dials.
+        """Return rows that cover, together with those in `chosen`, every tuple of `strength` dials.
 
-        Each begins with a tuple that is missing still, and values of the steering dials that bring
-        in most missing ones beside it. Then every other dial takes the value that does, or the one
-        that is least used so far. How many rows that takes depends on the order of the dials: the
-        shortest array of `num_orders` is taken.
+        Each row starts with a missing tuple, and the values of the steering dials that add most
+        missing tuples. Every other dial takes the value that adds most, and of equal ones the least
+        used. The number of rows depends on the order of the dials: the shortest array of
+        `num_orders` is returned.
         """
         missing = self.every_tuple(strength).difference(
             *(self.tuples_of(row, strength) for row in chosen)
@@ -119,11 +121,11 @@ class Design:
         return rows
 
     def cases(self, strength: int, *, num_orders: int = 1) -> list[tuple[Any, ...]]:
-        """The rows of an array as values alone, in the order of the dials."""
+        """Return the rows of an array as tuples of values, in the order of the dials."""
         return [tuple(row.values()) for row in self.array(strength, num_orders=num_orders)]
 
     def _begun(self, wanted: int, missing: set[int], strength: int) -> Row:
-        """The wanted values beside those of the steering dials that bring in most."""
+        """Return a row with the wanted values and the steering values that add most tuples."""
         own = {dial: value for (dial, value), bit in self._bits.items() if bit & wanted}
         rows = (own | row for row in self._steerings if own | row == row | own)
         fitting = [row for row in rows if all(v in self._allowed(d, row) for d, v in own.items())]

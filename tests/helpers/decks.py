@@ -1,4 +1,4 @@
-"""Random values of dials, so drawn that each occurs."""
+"""Random draws of values in which every value occurs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _T = TypeVar("_T")
 
 
 class Deck(Generic[_T]):
-    """Values of one dial: a draw takes one of those that were drawn least."""
+    """Values to draw from: a draw takes one of those that were drawn least often."""
 
     def __init__(self, draw: Random, values: Sequence[_T]) -> None:
         self._draw, self._values = draw, list(values)
         self._used: Counter[int] = Counter()
 
     def take(self, fits: Callable[[_T], bool] = lambda _: True) -> _T:
-        """A value that fits."""
+        """Draw a value for which `fits` is true."""
         fitting = [index for index, value in enumerate(self._values) if fits(value)]
         least = min(self._used[index] for index in fitting)
         index = self._draw.choice([i for i in fitting if self._used[i] == least])

@@ -16,7 +16,7 @@ from furlong.testing import Batch, num_labels
 
 
 def executor_of(model: HFDecoder, plan: ChunkPlan, sequences: Batch, **settings: Any) -> Executor:
-    """One that obeys a plan of one rank; `settings`: in the place of its own arguments."""
+    """Return an executor for a plan of one rank; `settings` override its default arguments."""
     own = {
         "num_valid_tokens": num_labels(sequences), "backend": ProbedBackend(), "comms": Comms(),
         "pools": settings.get("pools") or Pools(Arena(model.device), Storage()),

@@ -11,8 +11,8 @@ from furlong.runtime.executor import Executor
 
 
 def fail_at(patched: pytest.MonkeyPatch, actions: set[int], error: Exception) -> None:
-    """Raise `error` before these actions of all that steps of trained models are given; those of
-    a start-up check are not counted."""
+    """Make executors raise `error` before the actions of training steps with these numbers; actions
+    of a start-up check are not counted."""
     original, count = Executor._obey, iter(range(10**9))
 
     def obey(executor: Executor, action: Any, what: Any) -> None:

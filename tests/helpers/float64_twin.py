@@ -1,8 +1,7 @@
-"""Models whose modeling file is read with every float32 in it replaced by float64.
+"""Twins: models whose modeling file is loaded with every float32 in it replaced by float64.
 
-transformers rounds to float32 inside a float64 model (norms, routers, scans). In a twin nothing is
-rounded but by furlong, so that whatever differs from its unchunked forward is the fault of the
-chunks.
+transformers rounds to float32 inside a float64 model (norms, routers, scans). In a twin only
+furlong could round, so any difference from the unchunked forward comes from the chunks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def _widened(source: str) -> str:
 
 
 def twin_class(original: type) -> Any:
-    """The twin of a model's class, from a module of its own beside the original's."""
+    """Return the twin of a model's class, from a separate module with the changed source."""
     return getattr(_twin_module(original.__module__), original.__name__)
 
 

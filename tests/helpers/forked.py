@@ -1,4 +1,4 @@
-"""Prompts with several answers: as one sequence that branches, and as one sequence per answer."""
+"""Prompts with several answers, as one sequence that branches or as one sequence per answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from furlong.planners.chunks import Forks
 
 @dataclass(frozen=True)
 class Forked:
-    """Segments of tokens, each with the number of the one that it goes on from, depth-first."""
+    """A tree of segments of tokens, depth-first; `parents`: the segment that each one continues."""
 
     lens: Sequence[int]
     parents: Sequence[int | None]
@@ -30,7 +30,7 @@ class Forked:
         return [sum(self.lens[:i]) for i in range(len(self.lens))]
 
     def forks(self) -> list[tuple[int, int]]:
-        """As planners take them."""
+        """Return (start of a branch, end of its parent) of each branch, as planners take them."""
         ends = [start + n for start, n in zip(self.starts, self.lens, strict=True)]
         return [
             (start, ends[parent])
@@ -39,14 +39,14 @@ class Forked:
         ]
 
     def joined(self) -> dict[str, Tensor]:
-        """All tokens as one sequence, each with a label but the first segment's."""
+        """Return all tokens as one sequence, with labels for all but the first segment."""
         ids = torch.cat(self.ids)
         labels = ids.clone()
         labels[: self.lens[0]] = -100
         return {"input_ids": ids, "labels": labels}
 
     def alone(self) -> list[dict[str, Tensor]]:
-        """A sequence for each segment: what it goes on from, and itself, which alone has labels."""
+        """Return a sequence for each segment after the first: its path, with labels for it only."""
         found = []
         for number in range(1, len(self.lens)):
             path: list[int] = [number]
@@ -59,7 +59,7 @@ class Forked:
         return found
 
     def answers(self) -> list[dict[str, Tensor]]:
-        """A sequence for each segment from which none goes on; the first segment has no labels."""
+        """Return a sequence for each leaf, with labels for all but the first segment."""
         last = set(range(len(self.lens))) - set(self.parents)
         found = []
         for sequence in (self.alone()[number - 1] for number in sorted(last)):
@@ -77,4 +77,4 @@ PAIR = Forked((75, 37, 21), (None, 0, 0))
 FOUR = Forked((75, 5, 37, 18, 11), (None, 0, 0, 0, 0))
 ONE = Forked((75, 30), (None, 0))
 NESTED = Forked((40, 23, 9, 31, 17, 6), (None, 0, 1, 1, 0, 4), seed=3)
-"""Six segments, three paths: the second and the fifth are gone on from."""
+"""Six segments, three paths: other segments continue the second and the fifth."""

@@ -101,14 +101,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **_BASE, "lru_width": 64, "attention_window_size": 20, "num_key_value_heads": 1,
     },
 }  # fmt: skip
-"""By model type, the settings of a tiny config; None leaves one to transformers."""
+"""Settings of a tiny config by model type; None leaves a setting to transformers."""
 
 
 def build(
     model_type: str, *, wide: bool = True, twin: bool = False, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
-    """A model in float64 and in train mode; `wide`: its weights are drawn in float64, too; `twin`:
-    it computes in nothing else (`helpers.float64_twin`)."""
+    """Return a float64 model in train mode; `wide`: its weights are also drawn in float64; `twin`:
+    it computes in float64 only (`helpers.float64_twin`)."""
     settings = {k: v for k, v in {**HYBRIDS[model_type], **changes}.items() if v is not None}
     config = AutoConfig.for_model(model_type, **settings)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -1,5 +1,5 @@
-"""Starts processes as torchrun does, by its variables and without its imports, and tells how each
-of them ended."""
+"""Start processes as torchrun does, with its variables but without its imports, and report how each
+one ended."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Ended:
     """How a process ended."""
 
     code: int | None
-    """None: it did not within the limit."""
+    """Exit code; None: it did not end within the limit."""
     said: str
-    """All that it wrote, to both streams."""
+    """All output, of both streams."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that the system gives to connections (from 32,768
-    on), which would take it before it is used."""
+    """Return a port that is free, below those that the system gives to connections (from 32,768
+    on), since one of these could be taken before it is used."""
     for port in random.SystemRandom().sample(range(15_000, 32_000), 1_000):
         with socket.socket() as one, suppress(OSError):
             one.bind(("127.0.0.1", port))
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 class Launched:
-    """Processes that call `function(*args)`, each with a number of its own."""
+    """Processes that call `function(*args)`, each with another rank in its environment."""
 
     def __init__(
         self, folder: Path, function: Callable[..., Any], *args: Any, num_processes: int = 2,
@@ -65,12 +65,12 @@ class Launched:
             self.processes.append(process)
 
     def said(self, number: int) -> str:
-        """What a process has written so far."""
+        """Return the output of a process so far."""
         output = self._outputs[number]
         return output.read_text() if output.exists() else ""
 
     def ended(self, limit_s: float = 60) -> list[Ended]:
-        """Waits for all; those that take longer, see `slowed`, are killed."""
+        """Wait for all processes; kill those that take longer than `slowed(limit_s)`."""
         started_s = time.monotonic()
         while any(process.is_alive() for process in self.processes):
             if time.monotonic() - started_s > slowed(limit_s):
@@ -86,9 +86,9 @@ class Launched:
 def _begin(variables: dict[str, str], output: str, call: bytes) -> None:
     import torch
 
-    gc.freeze()  # what the server has imported is no garbage
+    gc.freeze()  # objects of the server's imports are no garbage
     os.environ |= variables
-    # it ends with the tests, and may have processes of its own as torchrun's may
+    # it ends with the tests, yet may have child processes, as torchrun's processes may
     vars(multiprocessing.current_process())["_config"]["daemon"] = False
     opened = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(opened, 1)

@@ -1,4 +1,4 @@
-"""Bytes of tensors that a piece of work makes and holds at a time, counted storage by storage."""
+"""Count the bytes of tensors that a piece of work creates and holds at a time, by storage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators within it make, until nobody holds them."""
+    """Counts the bytes of storages that operators create, until the storages are freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        # weights are there before: what is a view of one is not made
+        # weights exist before, so a view of one is not a new storage
         given = {s._cdata for s in self._storages((args, kwargs), torch.nn.Parameter)}
         made = func(*args, **(kwargs or {}))
         for storage in self._storages(made):

@@ -6,5 +6,5 @@ import os
 
 
 def slowed(limit_s: float) -> float:
-    """Seconds that work of at most `limit_s` may take beside whatever else runs there by now."""
+    """Return the limit in seconds for work of at most `limit_s`, given the machine's load now."""
     return limit_s * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""Reads the changes that a message offers, and makes them as a user does who trusts it."""
+"""Read the changes that an error message suggests, and apply them as a user would."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ VALUES = {
     "--lengths": 1000,
     "--devices": 1,
 }
-"""What somebody has in mind who is asked for a flag, or for a key."""
+"""Values that a user gives if a message asks for a flag or a key without naming one."""
 _IT = re.compile(r"\b(?P<verb>set|remove|lower|raise|leave) it\b")
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A key, or a flag of a verb, as a message wants it: with a value, or removed."""
+    """A change that a message suggests: a key, or a flag of a verb, is set or removed."""
 
     key: str
     value: Any = None
@@ -58,7 +58,7 @@ class Run:
     flags: tuple[str, ...] = ()
 
     def made(self, edits: tuple[Edit, ...]) -> Run:
-        """The run with the edits in it."""
+        """Return the run with the edits applied."""
         keys, flags = dict(self.keys), list(self.flags)
         for edit in edits:
             flags = [f for f in flags if f.split("=")[0] not in (edit.key, f"--{edit.key}")]
@@ -79,7 +79,7 @@ class Run:
         return Run(keys, self.verb, tuple(flags))
 
     def sections(self) -> dict[str, Any]:
-        """The run file."""
+        """Return the values of the run file, in sections."""
         values: dict[str, Any] = {}
         for key, value in self.keys.items():
             *outer, name = key.split(".")
@@ -91,7 +91,7 @@ class Run:
 
 
 def ways(error: UserError, run: Run) -> list[tuple[Edit, ...]]:
-    """The alternatives that a message offers in keys of a run."""
+    """Return the alternatives that a message suggests, each as edits of keys of a run."""
     found: list[tuple[Edit, ...]] = []
     change, verb, end = error.change, "", 0
     for match in KEY.finditer(change):
@@ -101,7 +101,7 @@ def ways(error: UserError, run: Run) -> list[tuple[Edit, ...]]:
         is_joined = found and re.search(rf"\b(?:and|with) (?:{VERB.pattern} )?$", before)
         is_joined = is_joined and not re.search(r"\bor\b|;", before)
         end = match.end()
-        if re.search(r"\((?:and )?$", before):  # which explains what stands before it
+        if re.search(r"\((?:and )?$", before):  # in brackets: an explanation of the text before
             continue
         edits = _edits(verb, match["key"] or match["flag"], change[end:], error, run)
         if is_joined:
@@ -119,7 +119,7 @@ def ways(error: UserError, run: Run) -> list[tuple[Edit, ...]]:
 
 
 def _edits(verb: str, key: str, after: str, error: UserError, run: Run) -> list[tuple[Edit, ...]]:
-    """What a verb wants of a key, by the words behind the key: a way for each value."""
+    """Return what a verb asks of a key, by the words after the key: an alternative per value."""
     if verb in _REMOVING:
         return [(Edit(key, is_removed=True),)]
     if verb == "mean":
@@ -186,7 +186,7 @@ def _present(run: Run, key: str) -> Any:
 
 
 def _balanced(text: str) -> str:
-    """A value at the beginning of a text: a word, or all between brackets that match."""
+    """Return the value at the start of a text: a word, or everything in matching brackets."""
     if text[0] not in "{[":
         return re.split(r"[\s,;)]", text)[0].rstrip(".:")
     depth = 0
@@ -203,7 +203,7 @@ def _of_yaml(text: str) -> Any:
 
 @dataclass
 class Followed:
-    """What came of the mends of one input, and of those of the messages behind it."""
+    """Applies the changes that messages suggest for one input, and collects errors and faults."""
 
     open_door: Callable[[Run], None]
     errors: list[UserError] = field(default_factory=list)
@@ -218,7 +218,7 @@ class Followed:
         return None
 
     def follow(self, run: Run, depth: int = 4) -> list[tuple[tuple[Edit, ...], str | None]]:
-        """Tries all ways of the first message, and of each that comes of them one that ends."""
+        """Try all alternatives of the first message; from each, search for a way to an end."""
         error = self.refused(run)
         assert error is not None, "nothing is refused"
         first = ways(error, run)
@@ -246,7 +246,7 @@ class Followed:
         return after
 
     def _ends(self, error: UserError, run: Run, path: list[UserError], depth: int) -> bool:
-        """Whether a message has no key to change, or one of its changes leads to an end."""
+        """Return whether a message has no key to change, or one of its changes leads to an end."""
         own = ways(error, run)
         if not own:
             return True

@@ -1,9 +1,9 @@
-"""NCCL on a CPU: messages that meet at the heads of queues, so that its hangs are found.
+"""A test double of NCCL on a CPU, whose queues reproduce the hangs of NCCL.
 
-Each process has queues of sends and receives in the order in which they were begun. A message goes
-through when its send is at the head of the sender's queue and its receive at the head of the
-receiver's; a process waits for its receives. Which messages share a queue is the placement. When
-all processes wait and no two heads meet, nothing will ever happen: each of them raises Deadlock.
+Each process has queues of sends and receives in the order in which they were started. A message is
+transferred when its send is at the head of the sender's queue and its receive at the head of the
+receiver's; a process waits for its receives. The placement decides which messages share a queue.
+When all processes wait and no two heads match, each of them raises Deadlock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 Placement = Callable[[int, int, int], Hashable]
-"""The queue of process `own` in which a message from `sender` to `receiver` waits."""
+"""Return the queue of process `own` for a message from `sender` to `receiver`."""
 
 
 def per_process(own: int, sender: int, receiver: int) -> Hashable:
@@ -32,7 +32,7 @@ def per_direction(own: int, sender: int, receiver: int) -> Hashable:
 
 
 class Deadlock(Exception):  # noqa: N818 - the outcome of a run
-    """Every process waits for another."""
+    """Every process waits for another one."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Waiting:
 
 @dataclass
 class DoubleWire:
-    """Implements `wires.Wire` from `sender` to `receiver`, at the end of either."""
+    """Implements `wires.Wire` from `sender` to `receiver`, for either of them."""
 
     double: NCCLDouble
     sender: int
@@ -72,8 +72,8 @@ class DoubleWire:
 
 @dataclass
 class NCCLDouble:
-    """`connects`: the first message between two processes holds both until it has gone through, as
-    a communicator that is made does."""
+    """The queues of all processes. `connects`: the first message in a queue blocks both processes
+    until it is transferred, as creating a communicator does."""
 
     num_processes: int
     placement: Placement
@@ -111,7 +111,7 @@ class NCCLDouble:
                 raise Deadlock
 
     def leave(self) -> None:
-        """A process has nothing left to do."""
+        """Note that a process has nothing left to do."""
         with self.changed:
             self.num_left += 1
             self._look()
@@ -122,7 +122,7 @@ class NCCLDouble:
             self.changed.notify_all()
 
     def _meet(self) -> None:
-        """Let every message through whose two ends are at the heads of their queues."""
+        """Transfer every message whose send and receive are at the heads of their queues."""
         while pair := next(self._pairs(), None):
             out, into = (queue.popleft() for queue in pair)
             into.x.copy_(out.x)
@@ -132,7 +132,7 @@ class NCCLDouble:
             self.changed.notify_all()
 
     def _pairs(self) -> Iterator[tuple[deque[Waiting], deque[Waiting]]]:
-        """The queues whose heads meet, the sender's first."""
+        """Yield the pairs of queues whose heads match, the sender's first."""
         for queue in self.queues.values():
             if queue and queue[0].sends:
                 sender, receiver = queue[0].way

@@ -12,7 +12,7 @@ SEED = int(os.environ.get("FURLONG_SEED", "0"))
 
 
 def seeds(num_slow: int, num_nightly: int) -> list[Any]:
-    """Parameters: the same slow ones in every run, and nightly ones that the day gives."""
+    """Return pytest parameters: slow seeds, the same in every run, and nightly ones of the day."""
     first = SEED * 10_000 + num_slow
     return [
         *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(num_slow)),

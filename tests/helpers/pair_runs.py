@@ -9,7 +9,7 @@ from helpers.tiny_runs import TEXTS, TinyRun
 
 
 def write_pairs(file: Path, num_asked: int = 3) -> Path:
-    """Eight pairs: the words of a text behind the first ones, and the same ones backwards."""
+    """Write eight pairs: the words of a text after the prompt, and the same words backwards."""
     records = []
     for text in TEXTS:
         words = text.split()
@@ -27,7 +27,7 @@ def write_pairs(file: Path, num_asked: int = 3) -> Path:
 
 
 def pair_flags(tiny: TinyRun, folder: Path) -> tuple[str, ...]:
-    """Flags for `TinyRun.arguments`; pairs and cache are in `folder`."""
+    """Return flags for `TinyRun.arguments`; pairs and cache are in `folder`."""
     pairs = write_pairs(folder / "pairs.jsonl")
     return (
         "--train.loss=dpo", f"--data.train={pairs}", f"--data.cache_dir={folder / 'cache'}",

@@ -45,7 +45,7 @@ def small_cost_model() -> CostModel:
 
 
 def random_groups(random: Random) -> tuple[list[int], list[list[Chunk]]]:
-    """1 to 5 sequences of 1 to 5 chunks each, of 1 to 3 tokens."""
+    """Return lengths and chunks of 1 to 5 sequences of 1 to 5 chunks, of 1 to 3 tokens each."""
     lens, groups = [], []
     for seq_id in range(random.randint(1, 5)):
         chunks, start = [], 0
@@ -79,7 +79,7 @@ def random_seq1f1b(seed: int) -> ChunkPlan:
 
 
 def random_row(seed: int) -> ChunkPlan:
-    """InfiniPipe's several pipelines in a row, with random layers recomputed."""
+    """Return a plan of InfiniPipe's pipelines in a row, with random layers recomputed."""
     random = Random(seed)
     lens, groups = random_groups(random)
     stages = heights(random)
@@ -95,7 +95,8 @@ def row_of(
     random: Random,
     **layout: Any,
 ) -> ChunkPlan:
-    """Pipelines over the groups between `cuts`, one after the other; `layout`: sp_size, offload."""
+    """Return a plan of one pipeline after another, over the groups between `cuts`; `layout`:
+    sp_size, offload."""
     edges = [0, *cuts, len(groups)]
     parts = []
     for own in (range(a, b) for a, b in pairwise(edges) if a < b):
@@ -112,7 +113,7 @@ def random_infinipipe(seed: int) -> ChunkPlan:
 
 
 def num_pipelines(plan: ChunkPlan) -> int:
-    """How often the first of several stages holds no graph any more."""
+    """Return how often the first of several stages has released its last graph."""
     held, ends = 0, 0
     for action in plan.actions[0]:
         held += isinstance(action, Forward) - isinstance(action, Backward)
@@ -128,8 +129,8 @@ def layer_first_pipeline(
     sp_size: int = 1,
     **dials: Any,
 ) -> ChunkPlan:
-    """Layer-first within each rank, which holds stages of `heights[rank]` layers: a rank runs all
-    chunks of a group through one of its stages before the next; `dials` of `ChunkOptions`."""
+    """Return a plan that is layer-first on each rank, with stages of `heights[rank]` layers: a rank
+    runs all chunks of a group through a stage before its next; `dials` of `ChunkOptions`."""
     options = ChunkOptions(order="layer-first", **({"num_retained": 0} | dials))
     stages = [height for own in heights for height in own]
     stops = list(accumulate(map(len, heights)))
@@ -168,23 +169,23 @@ def _with_messages(action: Action, rank: int, own: range, num_stages: int) -> li
 
 
 def groups_of(*texts: Sequence[str]) -> list[list[Chunk]]:
-    """Groups of chunks as text."""
+    """Return groups of chunks from their texts."""
     return [[parse_chunk(chunk) for chunk in group] for group in texts]
 
 
 def in_order(lens: Sequence[int]) -> tuple[Sequence[int], list[list[Chunk]]]:
-    """Every sequence a group of its own, in the order of `lens`."""
+    """Return lengths and groups, one group per sequence, in the order of `lens`."""
     return lens, groups_of(*([f"{i}:0-{n}"] for i, n in enumerate(lens)))
 
 
 def step(plan: ChunkPlan) -> tuple[float, float]:
-    """(makespan, bubble in per cent) in units."""
+    """Return the makespan in unit costs, and the bubble in percent."""
     timeline = simulate(plan, UnitCosts(plan))
     return timeline.duration_s, round(100 * measure(timeline).bubble_ratio, 2)
 
 
 def most_graphs(plan: ChunkPlan) -> list[int]:
-    """The most graphs that each rank holds at once."""
+    """Return the maximum number of graphs that each rank holds at once."""
     most = []
     for actions in plan.actions:
         held, highest = 0, 0

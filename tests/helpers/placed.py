@@ -1,4 +1,4 @@
-"""Plans over places of a pool: what each process computes, against one process and no chunks."""
+"""Run plans with sequences on places of a pool, one process at a time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from helpers.executors import executor_of
 
 
 class OfAPool(Comms):
-    """Comms of a test that adds up the gradients of a pool itself; `add_up` sums over it."""
+    """Comms for a test that sums the gradients of a pool itself; `add_up` sums over the pool."""
 
     def __init__(self, add_up: Callable[[Tensor], Tensor] = Tensor.clone) -> None:
         super().__init__()
         self.add_up = add_up  # type: ignore[method-assign]
 
     def accept(self, plan: ChunkPlan) -> None:
-        """A plan of a pool, too."""
+        """Accept a plan of a pool, too."""
         self._last_backwards = {a.stage: a for a in plan.actions[0] if isinstance(a, Backward)}
         self._passing = ((),) * len(plan.stages)
 
@@ -36,14 +36,14 @@ def plan_of(
     lens: Sequence[int], chunks: Sequence[Chunk], sp_size: int, options: ChunkOptions, *,
     num_layers: int, backward: bool = True,
 ) -> ChunkPlan:  # fmt: skip
-    """The checked plan of one rank over chunks on places, all in one group."""
+    """Return the checked plan of one rank over chunks on places, all in one group."""
     stages = stages_of(num_layers, options)
     walk = walk_groups([range(len(chunks))], stages, options, backward=backward)
     return assemble(lens, [chunks], stages, [walk], offload=options.offloading, sp_size=sp_size)
 
 
 def on_one(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The same chunks on a single process."""
+    """Return the same chunks on a single process."""
     return [Chunk(tuple(replace(s, place=FIRST_PROCESS) for s in chunk.slices)) for chunk in chunks]
 
 
@@ -51,7 +51,8 @@ def obey(
     model: nn.Module, plan: ChunkPlan, sequences: Batch, exchange: Exchange | None,
     process: int = 0, add_up: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> tuple[float, list[Tensor]]:  # fmt: skip
-    """The summed loss and the losses of tokens; gradients of the process's rows are added."""
+    """Run a plan. Return the summed loss and the token losses; gradients of this process's rows are
+    added to `.grad`."""
     whole = HFDecoder(model)
     pools = Pools(Arena(whole.device, poison=True), Storage(poison=True))
     with whole.installed():

@@ -1,4 +1,4 @@
-"""Cases of plans over places, and what a process of a gloo pool finds in them."""
+"""Cases of plans with sequences on places, and a function that runs them in a gloo pool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from helpers.wide_norms import widen_norms
 
 @dataclass(frozen=True)
 class PlacedCase:
-    """Chunks as tuples (seq_id, start, stop, first process, size) of their slices."""
+    """A case; `chunks`: slices of each chunk as (seq_id, start, stop, first process, size)."""
 
     name: str
     chunks: Sequence[Sequence[tuple[int, int, int, int, int]]]
@@ -57,7 +57,7 @@ class PlacedCase:
 
 
 def random_case(seed: int, sp_size: int, heads: Sequence[tuple[int, int]]) -> PlacedCase:
-    """Chunks, model and dials drawn from a seed."""
+    """Return a case with chunks, model and options drawn from a seed."""
     draw = random.Random(seed)
     lens, chunks = [1], ()
     while max(lens) == 1:  # no label at all
@@ -85,7 +85,7 @@ def random_case(seed: int, sp_size: int, heads: Sequence[tuple[int, int]]) -> Pl
 
 
 def oddities(case: PlacedCase, sp_size: int) -> Counter[str]:
-    """How often what is easily forgotten occurs in a case."""
+    """Count the unusual situations in a case."""
     heads = case.changes["num_attention_heads"], case.changes["num_key_value_heads"]
     found: Counter[str] = Counter()
     for chunk in case.placed:
@@ -102,7 +102,7 @@ def oddities(case: PlacedCase, sp_size: int) -> Counter[str]:
 
 @dataclass
 class Counted:
-    """An exchange that counts, for what passes each process starts it."""
+    """An exchange that counts how often it is started."""
 
     exchange: AllToAll
     num_started: int = 0
@@ -113,7 +113,7 @@ class Counted:
 
 
 def gloo_exchange(rank: int, sp_size: int) -> AllToAll:
-    """One group per size of a place, made by all processes alike."""
+    """Return an exchange with one group per size of a place; all processes must call this."""
     groups = {}
     for size in place_sizes(sp_size)[1:]:
         for first in range(0, sp_size, size):
@@ -124,7 +124,7 @@ def gloo_exchange(rank: int, sp_size: int) -> AllToAll:
 
 
 def over_pool(x: Tensor) -> Tensor:
-    """The sum of x over all processes."""
+    """Sum x over all processes, in place, and return it."""
     dist.all_reduce(x)
     return x
 
@@ -147,7 +147,7 @@ def model_of(case: PlacedCase) -> nn.Module:
 
 
 def run_cases(rank: int, cases: Sequence[PlacedCase], sp_size: int) -> list[Found]:
-    """The findings of the first process, which alone has the truth."""
+    """Run cases and return their errors, which only the first process computes (0 on others)."""
     exchange = gloo_exchange(rank, sp_size)
     return [_run(rank, case, sp_size, exchange) for case in cases]
 
@@ -161,7 +161,7 @@ def _run(rank: int, case: PlacedCase, sp_size: int, exchange: AllToAll) -> Found
     sequences = batch(case.lens, masked=case.masked)
     counted = Counted(exchange)
     with ExitStack() as stack:
-        if case.options.offload != "none":  # else what is so small stays where it is
+        if case.options.offload != "none":  # offload tensors however small they are
             stack.enter_context(patch("furlong.runtime.cell._MIN_BYTES", 1))
             stack.enter_context(patch("furlong.kv.store.segment_tokens", lambda *_: 3))
         loss_sum, token_losses = obey(model, plan, sequences, counted, rank, over_pool)
@@ -183,7 +183,7 @@ def _run(rank: int, case: PlacedCase, sp_size: int, exchange: AllToAll) -> Found
 
 
 def _token_error(model: nn.Module, sequences: Any, given: Sequence[Tensor]) -> float:
-    """The largest difference of a token's loss, where the plan evaluates."""
+    """Return the largest error of a token's loss, if the plan evaluates; else 0."""
     error = 0.0
     for sequence, losses in zip(sequences, given, strict=False):
         with torch.no_grad():

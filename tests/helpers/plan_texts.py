@@ -1,4 +1,4 @@
-"""Plans written as texts, and what the checker says about them."""
+"""Plans written as texts, and the checker's errors about them."""
 
 import re
 
@@ -11,7 +11,7 @@ from furlong.plan.text import parse_action, parse_chunk
 
 
 def plan_of(chunks, *ranks, stages=(2,), **fields):
-    """A plan from texts: chunks parted by "; ", each rank's actions by ", " (none: "")."""
+    """Return a plan from texts: chunks separated by "; ", a rank's actions by ", " (none: "")."""
     sp_size = fields.get("sp_size", 1)
     pieces = tuple(parse_chunk(text, sp_size=sp_size) for text in chunks.split("; "))
     seq_lens = {}
@@ -30,7 +30,7 @@ def plan_of(chunks, *ranks, stages=(2,), **fields):
 
 
 def refusal(plan, memory=None):
-    """(rule, guilty line without its number) of a plan that must not pass."""
+    """Return (rule, wrong line without its number) of a plan that the checker must refuse."""
     with pytest.raises(PlanError) as error:
         check(plan, memory)
     text = str(error.value)

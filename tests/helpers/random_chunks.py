@@ -1,4 +1,4 @@
-"""Random chunks on places of a pool, in an order that a plan may have."""
+"""Random chunks on places of a pool, with their slices in a valid order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def random_place(draw: random.Random, sp_size: int) -> Place:
 def random_chunks(
     draw: random.Random, sp_size: int, *, num_chunks: int, num_sequences: int, max_tokens: int
 ) -> tuple[list[int], tuple[Chunk, ...]]:
-    """Lengths and chunks of sequences that are whole or cut over consecutive chunks, each on one
-    random place, with at most one prefix per place and chunk."""
+    """Return lengths and chunks of sequences that are whole or cut over consecutive chunks, each on
+    one random place, with at most one prefix per place and chunk."""
     lens: list[int] = []
     slices: list[list[Slice]] = [[] for _ in range(num_chunks)]
     prefixed: set[tuple[int, Place]] = set()
@@ -37,5 +37,5 @@ def random_chunks(
 
 
 def in_order(slices: list[Slice]) -> tuple[Slice, ...]:
-    """Larger places first, and on each place the slice with a prefix first."""
+    """Sort slices: larger places first, and on each place the slice with a prefix first."""
     return tuple(sorted(slices, key=lambda s: (-s.place.size, s.place.first, s.start == 0)))

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each a process of its own, with a limit of time."""
+"""Run a function on several gloo ranks, each in its own process, with a time limit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PRELOADED = [
     "furlong.train.trainer", "peft", "pytest", "torch.distributed.fsdp", "transformers",
     "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
-"""Imported once by the server of processes, which all tests of a session share: a group of two
-then begins in 0.1 s of CPU. A group that outlived its tests would save little more and would hand
-what one test leaves behind to the next."""
+"""Modules that the fork server imports once for all tests of a session: a group of two then starts
+in 0.1 s of CPU. Keeping groups for several tests would save little more, and would pass the state
+that one test leaves to the next."""
 
 
 class RankError(AssertionError):
-    """A rank raised, died or did not end in time."""
+    """A rank that raised, died or did not end in time."""
 
 
 def server() -> ForkServerContext:
@@ -46,11 +46,11 @@ def run_ranks(
     limit_s: float = 60,
     enter: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """The outcomes of `function(rank, *args)`, by rank, inside a gloo group of `num_ranks`.
+    """Return the results of `function(rank, *args)`, by rank, in a gloo group of `num_ranks`.
 
-    `function` stands in a module, its arguments and its outcome can be pickled. The first rank that
-    raises ends all others; RankError carries its traceback. `limit_s`: see `slowed`. `enter` is
-    called with the rank before the group is made.
+    `function` must be defined in a module; its arguments and result must be picklable. The first
+    rank that raises ends all others; RankError has its traceback. `limit_s`: see `slowed`. `enter`
+    is called with the rank before the group is created.
     """
     context = server()
     with tempfile.TemporaryDirectory() as folder:
@@ -77,8 +77,8 @@ def run_ranks(
 def run_all(
     *calls: tuple[Any, ...] | Callable[..., Any], num_ranks: int, limit_s: float = 60
 ) -> list[list[Any]]:
-    """The outcomes of several functions, or functions with arguments, which the same ranks call one
-    after the other: by function, then by rank. A start costs more than most of them."""
+    """Return the results, by function and then by rank, of several functions (or tuples of a
+    function and arguments) that the same ranks call in turn: starting ranks costs more."""
     given = [call if isinstance(call, tuple) else (call,) for call in calls]
     by_rank = run_ranks(_call_all, given, num_ranks=num_ranks, limit_s=limit_s)
     return [list(found) for found in zip(*by_rank, strict=True)]
@@ -121,7 +121,7 @@ def _of_rank(
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # what the server has imported is no garbage
+    gc.freeze()  # objects of the server's imports are no garbage
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -139,7 +139,7 @@ def _of_rank(
     sender.send_bytes(pickle.dumps(answer))
     sender.close()
     if not answer[0]:
-        # the test has all answers and has ended the others, or the function has ended the group
+        # suppressed: the test has all answers and killed the others, or the function left the group
         with suppress(RuntimeError, ValueError):
-            dist.barrier()  # nobody closes its sockets while another still reads from them
+            dist.barrier()  # no rank closes its sockets while another still reads from them
             dist.destroy_process_group()

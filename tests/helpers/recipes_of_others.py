@@ -1,4 +1,4 @@
-"""Public recipes of other trainers as files, from their settings in tests/recipes/others.yaml."""
+"""Public recipes of other trainers, written as files from tests/recipes/others.yaml."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _TABLE = Path(__file__).parents[1] / "recipes/others.yaml"
 
 @cache
 def recipes_of_others() -> dict[str, dict[str, Any]]:
-    """Settings by the recipe's short name."""
+    """Return the settings by the recipe's short name."""
     table: dict[str, dict[str, Any]] = read_yaml(_TABLE.read_text(encoding="utf-8"), "others", "")
     return table
 
 
 def write_recipe(name: str, folder: Path) -> Path:
-    """Writes the recipe as its trainer reads it: YAML, or a script with flags."""
+    """Write the recipe as its trainer reads it: YAML, or a script with flags."""
     recipe = recipes_of_others()[name]
     for beside, values in recipe.get("beside", {}).items():
         (folder / beside).parent.mkdir(exist_ok=True)
@@ -51,7 +51,7 @@ def write_recipe(name: str, folder: Path) -> Path:
 
 
 def converted(name: str, folder: Path, *, answered: bool = False) -> Conversion:
-    """The recipe as a run; `answered`: with the key that it asks for."""
+    """Return the converted recipe; `answered`: with the keys that the conversion asks for."""
     recipe = recipes_of_others()[name]
     answers = recipe.get("answers", {}) if answered else {}
     file = read_recipe(write_recipe(name, folder))

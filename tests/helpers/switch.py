@@ -1,8 +1,8 @@
-"""A pool of processes as threads, joined by a switch that behaves as NCCL does.
+"""A pool of processes as threads, connected by a switch that behaves like NCCL.
 
-Each process has one queue. An exchange runs when it stands at the head of the queues of all
-processes of its place, and until then nothing behind it does. Where all wait and none can go on,
-every one of them raises `DeadlockError`: a hang is found at once, on a CPU.
+Each process has one queue. An exchange runs when it is at the head of the queues of all processes
+of its place; until then it blocks those after it. When all processes wait and none can continue,
+each raises `DeadlockError`, so that a hang shows at once, on a CPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Switch:
             return message.arrived
 
     def end(self, process: int) -> None:
-        """A process that has ended, or failed, comes to no further exchange."""
+        """Note that a process has ended or failed, so that it starts no further exchange."""
         with self._change:
             self._ended.add(process)
             self._find_deadlock()
@@ -107,7 +107,7 @@ class SwitchExchange:
 
 
 def run_pool(switch: Switch, function: Callable[[SwitchExchange], Any]) -> list[Any]:
-    """The outcomes of `function`, called in a thread for each process; raises the first error."""
+    """Return the results of `function`, called in a thread per process; raise the first error."""
     found: list[Any] = [None] * switch.num_processes
     errors: list[BaseException] = []
 

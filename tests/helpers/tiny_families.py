@@ -1,7 +1,7 @@
-"""Tiny random-initialised models of every family that is tested, and the bound each must meet.
+"""Tiny randomly initialized models of every tested family, and the error bound of each.
 
-A new family is a row in `furlong.families` and a line here: in `OTHERS`, or in `FAMILIES` if all of
-the matrix shall run on it.
+A new family needs a row in `furlong.families` and a line here: in `OTHERS`, or in `FAMILIES` to run
+the whole matrix on it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 EXACT = 1e-12
 ROUNDED = 2e-6
-"""Where transformers itself rounds to float32 inside a float64 model."""
+"""The bound if transformers itself rounds to float32 inside a float64 model."""
 
 VOCAB_SIZE = 96
 WINDOW = 6
@@ -89,17 +89,17 @@ OTHERS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def own_settings(family: str) -> dict[str, Any]:
-    """Settings beside `_SMALL`; none for a family of neither table, whose caller gives them."""
+    """Return a family's settings besides `_SMALL`; none if it is in neither table."""
     return (FAMILIES | OTHERS).get(family, ({}, EXACT))[0]
 
 
 def bound(family: str) -> float:
-    """The largest relative error of a gradient."""
+    """Return the largest relative error of a gradient that is allowed."""
     return (FAMILIES | OTHERS)[family][1]
 
 
 def config_of(family: str, **changes: object) -> Any:
-    """A tiny config of a family; a change to None leaves a setting to transformers."""
+    """Return a tiny config of a family; a change to None leaves a setting to transformers."""
     settings = {**_SMALL, **own_settings(family), **changes}
     return AutoConfig.for_model(family, **{k: v for k, v in settings.items() if v is not None})
 
@@ -107,9 +107,10 @@ def config_of(family: str, **changes: object) -> Any:
 def build(
     family: str, dtype: torch.dtype = torch.float64, *, seed: int = 0, **changes: object
 ) -> PreTrainedModel:
-    """A model in train mode whose attention matters: weights five times the usual spread."""
+    """Return a model in train mode; its weights are five times as large as usual, so that attention
+    matters."""
     config = config_of(family, **changes)
-    softcap = getattr(config, "attn_logit_softcapping", None)  # which SDPA has not
+    softcap = getattr(config, "attn_logit_softcapping", None)  # SDPA does not support it
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager" if softcap else None
@@ -126,7 +127,7 @@ def build(
 
 
 def build_other(model_type: str, **changes: object) -> PreTrainedModel:
-    """A float64 model of any type with its default spread, in train mode, of two layers."""
+    """Return a float64 model of any type in train mode, with two layers and default weights."""
     config = AutoConfig.for_model(model_type, **{**_SMALL, "num_hidden_layers": 2, **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""A tiny model with its tokenizer, the command line that trains it, and runs that it has left."""
+"""A tiny model with its tokenizer, the command line that trains it, and folders of its runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TinyRun:
     chunk_size: int = 32
 
     def arguments(self, out: Path, *flags: str) -> list[str]:
-        """`furlong train` with `out`; flags replace what is set here."""
+        """Return the arguments of `furlong train` with `out`; flags override the defaults here."""
         values = {
             "--model.name": str(self.folder / "model"),
             "--model.dtype": "float32",
@@ -47,8 +47,8 @@ class TinyRun:
         return ["train", *(f"{key}={value}" for key, value in values.items()), *switches]
 
     def leave_run(self, out: Path, *flags: str, stopped_after: int | None = None) -> None:
-        """Makes `out` the folder that `furlong train` leaves, finished or stopped after a step: a
-        copy of one that is trained once, for tests of what comes after."""
+        """Make `out` the folder of a run that has finished, or was stopped after a step: a copy of
+        one that is trained once, for tests of what comes after."""
         name = hashlib.sha256(repr((flags, stopped_after)).encode()).hexdigest()[:16]
         original = self.folder / "runs" / name
         if not original.exists():
@@ -65,7 +65,7 @@ class TinyRun:
 
 @contextmanager
 def signal_after(step: int, number: int = signal.SIGTERM) -> Iterator[None]:
-    """Sends this process a signal while it takes a step."""
+    """Context manager: send this process a signal while it takes a step."""
     original = MetricsLog.step
 
     def send(log: MetricsLog, at: int, figures: Any) -> None:
@@ -81,7 +81,7 @@ def signal_after(step: int, number: int = signal.SIGTERM) -> Iterator[None]:
 
 
 def build_tiny_run(folder: Path, *, num_layers: int = 2, num_heads: int = 2) -> TinyRun:
-    """Writes model, tokenizer and texts into a folder."""
+    """Write model, tokenizer and texts into a folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -110,8 +110,8 @@ def build_tiny_run(folder: Path, *, num_layers: int = 2, num_heads: int = 2) -> 
 
 
 def build_hybrid_run(model_type: str, folder: Path) -> TinyRun:
-    """Writes a model with recurrent layers, its tokenizer and chats: most of them shorter than a
-    chunk of the run."""
+    """Write a model with recurrent layers, its tokenizer, and chats of which most are shorter than
+    a chunk of the run."""
     from data.tiny_tokenizers import byte_tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -137,5 +137,5 @@ def build_hybrid_run(model_type: str, folder: Path) -> TinyRun:
 
 
 def run_command(arguments: list[str]) -> None:
-    """The command as the whole life of a process."""
+    """Run the command, then exit the process with its code."""
     raise SystemExit(main(arguments))

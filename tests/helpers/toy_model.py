@@ -1,12 +1,11 @@
-"""A network of one number per chunk and stage, and two ways to its gradient.
+"""A toy network with one number per chunk and stage, and two ways to compute its gradient.
 
 A stage maps a chunk's x to  y = a_s x + sum over the earlier chunks j of its sequences of w_cj k_j,
 where k_j = x_j stands for their K,V; the loss is the sum of v_c y_c of the last stage. `gradient`
-follows the definition, chunk by chunk, whatever the order of a plan. `obey` carries out the plan,
-action by action, and keeps what the plan keeps: a plan that the checker passes must run through and
-give the same gradient. Where a plan gathers weights with every pass, the n-th passes of all ranks
-of a stage do so together: where one goes forward and another one backward, both get the weights of
-other layers.
+follows the definition, chunk by chunk, whatever the order of a plan. `obey` runs the plan, action
+by action, and keeps what the plan keeps: a plan that the checker accepts must run to its end and
+give the same gradient. If a plan gathers weights with every pass, the n-th passes of all ranks of a
+stage gather together: if one runs forward and another backward, both get weights of wrong layers.
 """
 
 from collections import Counter, defaultdict, deque
@@ -24,7 +23,7 @@ from furlong.plan.plan import (
 
 
 class StuckError(Exception):
-    """The plan needs what is not there."""
+    """A plan that needs a value that does not exist, or leaves one over."""
 
 
 def token(chunk):
@@ -44,7 +43,7 @@ def weight(chunk, earlier):
 
 
 def prefixes(plan):
-    """For each chunk, all earlier chunks of the sequences that it continues, on its path."""
+    """Return for each chunk all earlier chunks on the paths of the sequences that it continues."""
     return [
         sorted({plan.groups[seq_id][i] for seq_id, at in links for i in path(plan, seq_id, at)})
         for links in plan.links
@@ -52,7 +51,7 @@ def prefixes(plan):
 
 
 def path(plan, seq_id, position):
-    """By the slices: what each goes on from, and what that goes on from."""
+    """Return the positions in a sequence's group of the chunks before one of them on its path."""
     if all(piece.parent is None for chunk in plan.chunks for piece in chunk.slices):
         return range(position)
     found, group = [], plan.groups[seq_id]
@@ -66,7 +65,7 @@ def path(plan, seq_id, position):
 
 
 def gradient(plan):
-    """[d loss / d a_s for each stage] with the plan's factors, by the definition."""
+    """Return [d loss / d a_s for each stage] with the plan's factors, by the definition."""
     before = prefixes(plan)
     after = [[j for j, earlier in enumerate(before) if c in earlier] for c in range(len(before))]
     factors = {
@@ -102,7 +101,7 @@ def gradient(plan):
 
 
 def obey(plan):
-    """The same by carrying out the plan. Raises StuckError where something is missing or stays."""
+    """Return the same by running the plan. Raises StuckError if a value is missing or left over."""
     mail, meetings = defaultdict(deque), defaultdict(dict)
     ranks = [_Rank(plan, rank, mail, meetings) for rank in range(len(plan.actions))]
     while any(rank.go_on() for rank in ranks):
@@ -129,7 +128,7 @@ class _Rank:
         self.grads = defaultdict(float)
 
     def go_on(self):
-        """Obey up to the next message that has not come; returns whether anything was done."""
+        """Run actions up to a message that has not arrived; return whether any action ran."""
         start = self.at
         while self.at < len(self.actions):
             action = self.actions[self.at]
@@ -148,8 +147,8 @@ class _Rank:
         return self.at > start
 
     def gathers(self, action):
-        """Whether the action runs any layer: a last stage has no use for a Forward whose graph is
-        dropped and whose K,V nobody reads."""
+        """Return whether the action runs any layer: a last stage skips a Forward whose graph is
+        dropped and whose K,V is never read."""
         if not isinstance(action, Forward):
             return isinstance(action, (Recompute, RebuildKV, Backward))
         cell = action.chunk, action.stage
@@ -161,7 +160,7 @@ class _Rank:
         return not is_last or action.keep == "all" or wanted or continues
 
     def gather(self, action):
-        """Come to the next gathering of a stage; whether all of its ranks have."""
+        """Join the next gathering of a stage; return whether all of its ranks have."""
         meeting = self.meetings[action.stage, self.num_passes[action.stage]]
         meeting[self.rank] = isinstance(action, Backward)
         holders = sum(
@@ -215,7 +214,7 @@ class _Rank:
                     self.output_grads[chunk, stage - 1] = value
 
     def drop_input(self, cell):
-        """Of a cell that neither a Backward nor a RebuildKV needs any more."""
+        """Drop the input of a cell that no later Backward or RebuildKV needs."""
         if cell not in self.trained and not self.rebuilds_left[cell]:
             del self.inputs[cell]
 

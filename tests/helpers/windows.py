@@ -1,15 +1,15 @@
-"""InfiniPipe's windows (its 3.3.3), the yardstick of what stages hold in token-level 1F1B."""
+"""InfiniPipe's windows (section 3.3.3): the graphs that stages should hold in token-level 1F1B."""
 
 
 def backward_places(counts):
-    """Place in backward order of each chunk in forward order (InfiniPipe's f2b), where groups have
-    so many chunks."""
+    """Return the position in backward order of each chunk in forward order (InfiniPipe's f2b);
+    `counts`: chunks of each group."""
     return [sum(counts[:i]) + place for i, n in enumerate(counts) for place in reversed(range(n))]
 
 
 def windows(counts, num_stages, stage):
-    """The chunks whose graphs a stage holds, in forward places, each time it has most of them:
-    right before each backward up to the last one that a forward precedes."""
+    """Return the chunks, by forward position, whose graphs a stage holds each time it holds most:
+    before each backward, up to the last one that a forward precedes."""
     num_chunks = sum(counts)
     num_ahead = min(num_stages - 1 - stage + max(counts) - 1, num_chunks)
     if num_ahead == num_chunks:
