@@ -390,7 +390,7 @@ class DataConfig(BaseModel):
     max_seq_len: Positive = 131072
     """Maximum number of tokens in a sequence."""
     too_long: TooLong = "error"
-    """What to do with a sequence longer than max_seq_len; split continues it in the next sequence,
+    """Handling of a sequence longer than max_seq_len; split continues it in the next sequence,
     for texts and tokens only."""
     min_len: Natural = 0
     """Minimum number of tokens in a sequence: shorter ones are dropped, and so are pairs with one.
