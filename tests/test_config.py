@@ -368,11 +368,11 @@ def test_words_and_dates_stay_as_they_are_written(run_file: Path) -> None:
         ("train.stpes", "train.steps?"),
         ("train.foo", "remove it"),
         ("train.sequence_parallel_size", "write parallel.sp"),
-        ("train.use_dora", "adapters are LoRA here"),
+        ("train.use_dora", "furlong.chunked"),
         ("train.plot_loss", "remove it: every step is logged"),
         ("train.precision", "write model.dtype"),
-        ("train.ep", "experts are not shared out"),
-        ("train.tensor_parallel_size", "does not cut single matrices"),
+        ("train.ep", "there is none: "),
+        ("train.tensor_parallel_size", "parallel.sp"),
     ],
 )
 def test_keys_of_other_trainers_are_answered_with_ours(key: str, change: str) -> None:

@@ -177,7 +177,7 @@ def _verdict(name: str, value: Any) -> Verdict:
     if not any(word in str(value).lower() for word in words):
         return _refused(f"the same is computed only with {' or '.join(words)}")
     if name in ("deepspeed", "fsdp", "fsdp_config") and _offloads(value):
-        return _lost("weights and optimizer states stay on the device, sharded over all processes")
+        return _lost("offload: {weights: cpu} keeps weights and optimizer states in CPU memory")
     if name == "deepspeed" and str(value).endswith(".json"):  # the file was not found
         return _needless(f"{answer.text}; {value} was not found: a scheduler in it would be missed")
     text = value.lower() if isinstance(value, str) else value
