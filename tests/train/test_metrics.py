@@ -19,7 +19,6 @@ from furlong.config.schema import LogConfig
 from furlong.train import metrics, start
 from furlong.train.evaluation import Evaluation, PositionBucket
 from furlong.train.metrics import MetricsLog, StepFigures, format_position, open_bar
-from furlong.train.sample_check import SampleCheck
 
 FIGURES = StepFigures(
     loss=2.5, grad_norm=1.0, lr=1e-3, num_sequences=2, num_tokens=100, num_valid_tokens=90,
@@ -38,31 +37,6 @@ class Seen:
 
     def __call__(self, step: int, values: Any) -> None:
         self.seen.append((step, dict(values)))
-
-
-def test_a_sample_check_is_a_line_and_a_record(tmp_path: Path) -> None:
-    lines: list[str] = []
-    tracker, file = Seen(), tmp_path / "metrics.jsonl"
-    with MetricsLog(file, 10, lines.append, trackers=[tracker]) as log:
-        log.sample_check(3, SampleCheck(0.9125, 0.5, 4096, 64, 16), 2.0)
-        log.sample_check(4, SampleCheck(None, 1.0, 4096, 64, 0), 2.0)
-        log.sample_check(5, None, 2.0)
-    assert lines[0].startswith(
-        "sample check before step 3: cosine 0.912, relative error 0.500 of the gradient of 4,096"
-        " tokens, 16 of 64 chunks drawn ("
-    )
-    assert "step 4: cosine -, relative error 1.000 of" in lines[1]
-    assert lines[2] == "sample check before step 5: left out, both gradients did not fit"
-    first, second = map(json.loads, file.read_text().splitlines())
-    assert first == {
-        "step": 3, "sample_check_cosine": 0.9125, "sample_check_error": 0.5,
-        "sample_check_tokens": 4096, "sample_check_drawn_share": 0.25, "sample_check_s": 2.0,
-    }  # fmt: skip
-    assert (second["step"], second["sample_check_cosine"]) == (4, None)
-    assert tracker.seen == [
-        (3, {"sample_check_cosine": 0.9125, "sample_check_error": 0.5}),
-        (4, {"sample_check_error": 1.0}),
-    ]
 
 
 def test_one_line_and_one_record_per_step_and_evaluation(tmp_path: Path) -> None:

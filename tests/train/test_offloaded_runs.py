@@ -67,7 +67,7 @@ RUNS = {
     "adapters": ("--model.lora.rank=4", "--model.lora.dropout=0.1", "--model.dtype=bfloat16"),
     "narrow moments": ("--train.state_dtype=bfloat16", "--model.kernels=none"),
     "muon": ("--train.optimizer=muon", "--chunks.sample.rate=0.5",
-             "--chunks.sample.label_rate=0.5", "--chunks.sample.check_every_steps=2"),
+             "--chunks.sample.label_rate=0.5"),
     "adafactor": ("--train.optimizer=adafactor", "--model.dtype=float32"),
 }  # fmt: skip
 

@@ -34,7 +34,7 @@ PACKED = (
     "--model.quantize=nf4",
     "--model.lora.modules_to_save=embed_tokens",
 )
-HALF = ("--chunks.sample={rate: 0.5, label_rate: 0.5, check_every_steps: 4}", "--chunks.size=16")
+HALF = ("--chunks.sample={rate: 0.5, label_rate: 0.5}", "--chunks.size=16")
 
 
 def weights(run: Path) -> bytes:

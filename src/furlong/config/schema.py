@@ -676,9 +676,6 @@ class SampleConfig(BaseModel):
     report_loss: bool = False
     """Whether to compute the loss of chunks that are not drawn, too, which takes the rest of their
     forward; otherwise the loss of a step is that of the drawn chunks."""
-    check_every_steps: Natural = 0
-    """Steps between comparisons of a sampled gradient with the exact one (cosine and relative
-    error), on the longest sequence of the batch; 0 = never."""
 
 
 class ChunksConfig(BaseModel):

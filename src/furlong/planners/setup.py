@@ -166,5 +166,5 @@ def given_options(config: RunConfig) -> dict[str, Any]:
     if "stage_layers" in given or (given.get("reshard") and is_cut):
         given = {"order": "layer-first", **given}
     if chunks.sample is not None:
-        given["sample"] = Sampling(**chunks.sample.model_dump(exclude={"check_every_steps"}))
+        given["sample"] = Sampling(**chunks.sample.model_dump())
     return given

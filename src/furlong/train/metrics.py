@@ -21,7 +21,6 @@ from furlong.files import write_json, write_text
 from furlong.planners.candidates import CHUNKS
 from furlong.simulate.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
-from furlong.train.sample_check import SampleCheck
 from furlong.train.start import TRACKERS
 from furlong.units import format_bytes, format_count, format_seconds
 
@@ -211,24 +210,6 @@ class MetricsLog:
                 told, expected = format_bytes(used_bytes), format_bytes(expected_bytes)
                 parts.append(f"{target} {told} (predicted {expected})")
         self._say(f"first step: {', '.join(parts)}")
-
-    def sample_check(self, step: int, check: SampleCheck | None, seconds: float) -> None:
-        """A sampled gradient beside the exact one; None: there was no memory for both."""
-        if check is None:
-            self._say(f"sample check before step {step}: left out, both gradients did not fit")
-            return
-        figures = {"cosine": check.cosine, "error": check.relative_error}
-        share = check.num_drawn / check.num_chunks
-        record = figures | {"tokens": check.num_tokens, "drawn_share": share, "s": seconds}
-        self._write({"step": step} | {f"sample_check_{name}": x for name, x in record.items()})
-        known = {f"sample_check_{name}": x for name, x in figures.items() if x is not None}
-        self._track(step, known)
-        cosine, error = ("-" if x is None else f"{x:.3f}" for x in figures.values())
-        self._say(
-            f"sample check before step {step}: cosine {cosine}, relative error {error} of the"
-            f" gradient of {check.num_tokens:,} tokens, {check.num_drawn} of {check.num_chunks}"
-            f" chunks drawn ({format_seconds(seconds)})"
-        )
 
     def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], seconds: float) -> None:
         """`evaluations` by name; the records' keys are `eval_...`, `eval_training_...`."""

@@ -38,8 +38,8 @@ CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl
 CHECKPOINTS, EXPORT, PROFILE = "checkpoints", "model", "profile"
 STATE, MANIFEST = "state.json", "manifest.json"
 _LOCK, _DAMAGED = ".lock", ".damaged"
-# 5: train.warmup_steps instead of train.warmup_ratio.
-FORMAT_VERSION = 5
+# 6: no chunks.sample.check_every_steps.
+FORMAT_VERSION = 6
 _STEP = re.compile(r"step-(\d{8,})")
 # Keys that a resume may change: they affect time, memory, output and the length of a run, but not
 # the updates so far or the order of data.
@@ -53,7 +53,6 @@ _FREE_KEYS = (
 _BEFORE = {"model.kernels": "none"}
 """Keys whose default has changed -> the old default, which runs without the key have used."""
 _ENDING_KEYS = {"train.steps", "train.epochs", "train.early_stopping", "hub.repo"}
-_FREE_OF_A_SAMPLE = ("chunks.sample.report_loss", "chunks.sample.check_every_steps")
 _DECIDING_KEYS = ("chunks", "offload", "memory", "parallel")
 Measured = dict[str, Any]
 """Size and checksum of a file, as in the manifest: `{"bytes": ..., "xxh3": ...}`."""
@@ -256,7 +255,7 @@ def _place(name: str) -> str:
 
 def _is_free(key: str, config: RunConfig) -> bool:
     if key.startswith("chunks.sample"):  # changes the gradient estimate
-        return key in _FREE_OF_A_SAMPLE
+        return key == "chunks.sample.report_loss"
     if key == "chunks.size" and config.chunks.sample is not None:
         return False
     return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)

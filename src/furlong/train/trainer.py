@@ -119,7 +119,6 @@ from furlong.train.run_model import (
     step_size,
     storage_of,
 )
-from furlong.train.sample_check import check_sample
 from furlong.train.samples import encode_prompts, write_samples
 from furlong.train.start import open_run
 from furlong.train.stop import StopRequest
@@ -422,7 +421,6 @@ class Trainer:
                 except DataError:  # of a source that is read while the run trains
                     self._finish_saves()
                     raise
-                self._check_sample(batch)
                 figures = self.step(batch, data_s)
                 self._step_taken(figures)
                 profiled()
@@ -781,18 +779,6 @@ class Trainer:
             self.progress = self.progress.skipping(batch)
             self.log.skipped(self.progress.step + 1)
         return batch, time.perf_counter() - started_s
-
-    def _check_sample(self, batch: Batch) -> None:
-        """Compares a sampled gradient with the exact one where that is due."""
-        sample, step = self.config.chunks.sample, self.progress.step + 1
-        if sample is None or not sample.check_every_steps or step % sample.check_every_steps:
-            return
-        started_s = time.perf_counter()
-        self.optimizer.zero_grad()  # the last step's gradients, which nobody needs any more
-        self.used.restart()
-        options = step_options(self.fitting.options, step)
-        found = check_sample(self.engine, batch, options, watch=self.used.check)
-        self.log.sample_check(step, found, time.perf_counter() - started_s)
 
     def _step_taken(self, figures: StepFigures) -> None:
         """Reports a step as measured; the first one also as predicted."""
