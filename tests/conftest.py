@@ -1,7 +1,9 @@
 """Shared by all tests: GPU tests skip without a device; no test uses a hub or the user's cache."""
 
+import fcntl
 import gc
 import os
+import pickle
 from collections import defaultdict
 from dataclasses import replace
 
@@ -58,6 +60,28 @@ def _keep_few_fast(items):
         for number, item in enumerate(own):
             if number not in fast:
                 item.add_marker("slow")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """`once(name, make)`: what `make` returns, made by one worker of a run for all of them, which
+    worksteal may give tests of one module."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    made = {}
+
+    def call(name, make):
+        path = folder / f"{name}.pickle"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if name not in made and not path.exists():
+                made[name] = make()
+                path.write_bytes(pickle.dumps(made[name]))
+        if name not in made:
+            made[name] = pickle.loads(path.read_bytes())
+        return made[name]
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,15 @@ def trained(
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step]]:
-    folder = tmp_path_factory.mktemp("runs")
-    tiny = build_tiny_run(tmp_path_factory.mktemp("tiny"), num_layers=4, num_heads=4)
-    return trained(tiny, folder, ONE, 1) | trained(tiny, folder, FOUR, 4)
+def steps(
+    tmp_path_factory: pytest.TempPathFactory, once: Callable[..., Any]
+) -> dict[str, list[Step]]:
+    def make() -> dict[str, list[Step]]:
+        folder = tmp_path_factory.mktemp("runs")
+        tiny = build_tiny_run(tmp_path_factory.mktemp("tiny"), num_layers=4, num_heads=4)
+        return trained(tiny, folder, ONE, 1) | trained(tiny, folder, FOUR, 4)
+
+    return dict(once("methods by name", make))
 
 
 def joined(own: list[Step]) -> Grads:

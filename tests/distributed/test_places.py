@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,16 +103,17 @@ def findings(cases: list[PlacedCase], num_ranks: int) -> dict[str, Found]:
 
 
 @pytest.fixture(scope="module")
-def two() -> dict[str, Any]:
+def two(once: Callable[..., Any]) -> dict[str, Any]:
     """What a pool of two finds of each case, and its estimates of a sampled loss."""
-    found, estimates = run_all((run_cases, TWO, 2), sampled_loss, num_ranks=2, limit_s=300)
+    each = (run_cases, TWO, 2), sampled_loss
+    found, estimates = once("places of two", lambda: run_all(*each, num_ranks=2, limit_s=300))
     own = {case.name: one for case, one in zip(TWO, found[0], strict=True)}
     return own | {"estimates": estimates}
 
 
 @pytest.fixture(scope="module")
-def four() -> dict[str, Found]:
-    return findings(FOUR, 4)
+def four(once: Callable[..., Any]) -> dict[str, Found]:
+    return dict(once("places of four", lambda: findings(FOUR, 4)))
 
 
 def bound(case: PlacedCase) -> float:

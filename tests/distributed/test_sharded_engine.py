@@ -243,7 +243,8 @@ def test_an_optimizer_that_would_train_nothing_is_noted(found):
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Any]]:
+def found(once: Callable[..., Any]) -> dict[str, list[Any]]:
     """What both replicas find, in one start."""
-    outcomes = run_all(each_way, idle, refusals, with_an_optimizer, num_ranks=2, limit_s=100)
+    each = each_way, idle, refusals, with_an_optimizer
+    outcomes = once("sharded engine", lambda: run_all(*each, num_ranks=2, limit_s=100))
     return dict(zip(("each way", "idle", "refusals", "optimizer"), outcomes, strict=True))

@@ -93,7 +93,7 @@ def some(steps, *names):
 
 
 @pytest.fixture(scope="module")
-def replicas():
+def replicas(once):
     """Steps of replicas in one start: kept weights, gathered ones, a tied and a trained head."""
     names = "kept", "gathered", "tied", "head", "upper", "offloaded"
     heads = some(KEPT, "chunk-first", "no label")
@@ -105,15 +105,15 @@ def replicas():
         (upper, llama_with_trained_upper_layers),
         (some(RESHARDED, "attention", "kept again", "no label"), adapted_llama, True),
     )  # fmt: skip
-    return dict(zip(names, tried_all(*given), strict=True))
+    return once("sharding", lambda: dict(zip(names, tried_all(*given), strict=True)))
 
 
 @pytest.fixture(scope="module")
-def more_replicas():
+def more_replicas(once):
     """All of them."""
-    return dict(
-        zip(("kept", "gathered"), tried_all((KEPT, llama), (RESHARDED, llama)), strict=True)
-    )
+    given = (KEPT, llama), (RESHARDED, llama)
+    make = lambda: dict(zip(("kept", "gathered"), tried_all(*given), strict=True))  # noqa: E731
+    return once("more sharding", make)
 
 
 SETS = ["replicas", pytest.param("more_replicas", marks=pytest.mark.slow)]
