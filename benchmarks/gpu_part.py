@@ -36,7 +36,7 @@ from furlong.models.describe import describe
 from furlong.models.fused import fused
 from furlong.ops.backends.base import Block, Tally
 from furlong.ops.backends.reference import Reference
-from furlong.ops.backends.select import Kind, candidates
+from furlong.ops.backends.select import CallKind, candidates
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.planners.decide import decide
 from furlong.planners.setup import cost_model_of, limits_of
@@ -217,7 +217,7 @@ def kernels(settings: Settings) -> Results:
     for heads, groups, width in ((32, 8, 128), (14, 2, 64), (16, 8, 256)):
         for name, (rows, keys, rule) in shapes.items():
             block = Block(**{"distance": 0, "scale": width**-0.5, **rule})
-            kind = Kind(
+            kind = CallKind(
                 torch.device(settings.device), torch.bfloat16, width, block.window is not None
             )
             for backend in candidates(kind):
@@ -248,7 +248,7 @@ def _norms(settings: Settings, num_tokens: int) -> Results:
 
 
 def _kernel(
-    backend: Any, kind: Kind, sizes: tuple[int, int], heads: tuple[int, int], block: Block
+    backend: Any, kind: CallKind, sizes: tuple[int, int], heads: tuple[int, int], block: Block
 ) -> dict[str, Any]:
     """Error and rate of a forward and a backward of q (N, T, H), k and v (K, S, H)."""
     generator = torch.Generator().manual_seed(0)

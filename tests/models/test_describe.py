@@ -29,7 +29,7 @@ from furlong.models.build import add_adapters, model_of_config
 from furlong.models.decoder import HFDecoder
 from furlong.models.describe import describe
 from furlong.models.shrink import shrink_config
-from furlong.ops.backends.select import Kind, choose_backend
+from furlong.ops.backends.select import CallKind, choose_backend
 from furlong.plan.passes import Pass
 from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import rows_of
@@ -173,7 +173,7 @@ def real_bytes_per_token(config, dtype, adapters=()):
 
     ids, layers = torch.arange(NUM_TOKENS) % 90, range(adapter.num_layers)
     with adapter.installed(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        backend = choose_backend(Kind(store.arena.device, dtype, 32))
+        backend = choose_backend(CallKind(store.arena.device, dtype, 32))
         cell = Cell(rows, {}, store, backend, DevicePool(store.arena), layers, adapter.events)
         (stage,) = adapter.stages((adapter.num_layers,))
         pack(stage.run(ids, torch.arange(NUM_TOKENS), cell, Pass("graph")))

@@ -18,7 +18,7 @@ from furlong.ops.backends.cpu_flash import CPUFlash
 from furlong.ops.backends.cuda_flash import CUDAFlash, CUDAFlash3, CUDAFlash4
 from furlong.ops.backends.cudnn import CUDNN
 from furlong.ops.backends.reference import Reference
-from furlong.ops.backends.select import Kind, ProbedBackend, choose_backend
+from furlong.ops.backends.select import CallKind, ProbedBackend, choose_backend
 
 CASES = {
     "causal square": (37, 37, Block(0, 0.3)),
@@ -143,7 +143,7 @@ def test_pieces_of_a_head_group_keep_many_threads_busy():
 
 
 def chosen_on(device, dtype, **kind):
-    found = Kind(torch.device(device), dtype, 16, **kind)
+    found = CallKind(torch.device(device), dtype, 16, **kind)
     return choose_backend(found, select.candidates(found))
 
 
@@ -246,7 +246,7 @@ def test_a_row_beyond_the_window_of_every_key_sees_nothing():
 def test_cudnn_is_a_candidate_where_torch_prefers_it(capability, version, is_right, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    found = select.candidates(Kind(torch.device("cuda"), torch.bfloat16, 64))
+    found = select.candidates(CallKind(torch.device("cuda"), torch.bfloat16, 64))
     assert [type(x) for x in found] == [CUDAFlash, *[CUDNN] * is_right]
 
 
@@ -263,7 +263,7 @@ def test_flash_attention_3_is_a_candidate_of_its_own(capability, fault, num, mon
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92_000)
-    kind = Kind(torch.device("cuda"), torch.bfloat16, 64)
+    kind = CallKind(torch.device("cuda"), torch.bfloat16, 64)
     assert not any(isinstance(x, CUDAFlash3) for x in select.candidates(kind)), "not installed"
     monkeypatch.setattr(cuda_flash, "find_spec", lambda name: name == "flash_attn_interface")
     monkeypatch.setattr(_fa3, "_fa3_import_module", module)
@@ -295,9 +295,9 @@ def test_flash_attention_4_computes_every_block(case, heads, dtype):
 def test_the_probe_of_flash_attention_4():
     """Packed slices, windows and softcap; one wrong bound or a refusal leaves it out."""
     for windowed, capped in itertools.product((False, True), repeat=2):
-        kind = Kind(torch.device("cpu"), torch.float64, 16, windowed, capped)
+        kind = CallKind(torch.device("cpu"), torch.float64, 16, windowed, capped)
         assert select._probe(CUDAFlash4(emulated_flash4), kind) is None
-    kind = Kind(torch.device("cpu"), torch.float64, 16, is_windowed=True)
+    kind = CallKind(torch.device("cpu"), torch.float64, 16, is_windowed=True)
 
     class Wrong(CUDAFlash4):
         def _arguments(self, *given, **scores):
@@ -325,7 +325,7 @@ def test_flash_attention_4_is_a_candidate_ahead_of_cudnn(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92_000)
     monkeypatch.setattr(cuda_flash, "find_spec", lambda name: name.startswith("flash_attn."))
-    kind = Kind(torch.device("cuda"), torch.bfloat16, 64)
+    kind = CallKind(torch.device("cuda"), torch.bfloat16, 64)
     capped = replace(kind, is_capped=True)
     assert select.candidates(capped) == [], "not installed"
     monkeypatch.setattr(
@@ -436,7 +436,7 @@ def test_narrow_values_are_narrow_for_cudnn_alone():
     for value_width, expected in ((16, {24, 16}), (None, {24})):
         widths.clear()
         with Narrow():
-            kind = Kind(torch.device("cpu"), torch.float64, 24, value_width=value_width)
+            kind = CallKind(torch.device("cpu"), torch.float64, 24, value_width=value_width)
             assert select._probe(CUDNN(), kind) is None
             assert select._probe(CUDAFlash(), kind) is None
         assert set(widths) == expected
@@ -453,7 +453,7 @@ def test_the_probe_covers_windows_and_packed_slices(
 ):
     def fault(own=backend):
         with EmulatedCUDA():
-            kind = Kind(torch.device("cpu"), torch.float64, 16, is_windowed, False, is_token_major)
+            kind = CallKind(torch.device("cpu"), torch.float64, 16, is_windowed, False, is_token_major)
             return select._probe(own(), kind)
 
     assert fault() is None
@@ -491,7 +491,7 @@ def test_a_backend_that_refuses_in_the_middle_of_a_run_is_followed_by_the_next(m
         calls.append(q.shape[1])
         return plain(self, dout, q, *args) if q.shape[1] < 20 else refuse()
 
-    kind = Kind(torch.device("cpu"), torch.float64, 16)
+    kind = CallKind(torch.device("cpu"), torch.float64, 16)
     monkeypatch.setattr(CUDAFlash, "backward", backward)
     chosen = ProbedBackend()
     chosen._chosen[kind], chosen._untried[kind] = CUDAFlash(), [Reference()]
@@ -543,7 +543,7 @@ def test_the_probe_on_cuda(backend, head_dim, is_windowed):
     if backend is CUDNN and not cudnn.is_trusted(device):
         pytest.skip("cuDNN is no candidate on this card")
     for is_token_major in (False, True):
-        kind = Kind(device, torch.bfloat16, head_dim, is_windowed, False, is_token_major)
+        kind = CallKind(device, torch.bfloat16, head_dim, is_windowed, False, is_token_major)
         assert select._probe(backend(), kind) is None
 
 
@@ -554,7 +554,7 @@ def test_rates_of_a_hopper_are_assumed_of_the_fastest_kernel_that_is_installed(
     """Seconds of plans on this machine are those of the kernel that the run will take."""
     found = [CUDAFlash(), object.__new__(backend)]
     monkeypatch.setattr(select, "candidates", lambda kind: found)
-    name = select.fastest(Kind(torch.device("cuda"), torch.bfloat16, 128))
+    name = select.fastest(CallKind(torch.device("cuda"), torch.bfloat16, 128))
     machine = Machine.named("H100").attended_by(name)
     assert f"attention by {name};" in machine.origin
     assert (machine == Machine.named("H100")) == (backend is CUDNN)

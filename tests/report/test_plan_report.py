@@ -22,7 +22,7 @@ from furlong.report.picture import legend
 from furlong.report.report import report_plan
 from furlong.report.scene import choose_ranks, make_scene, ranks_per_replica
 from furlong.report.text import (
-    Row,
+    MethodRow,
     comparison_json,
     format_comparison,
     format_report,
@@ -314,10 +314,10 @@ def test_few_ranks_are_all_shown_and_many_are_those_of_the_slowest_replica():
 def test_a_comparison_is_sorted_and_keeps_refusals():
     fast, slow = report_plan(build(), model()), report_plan(build(size=256), model())
     rows = [
-        Row("slow", "size 256", slow),
-        Row("none", refusal="rank 0 lacks 3 GiB"),
-        Row("another", refusal="rank 0 lacks 3 GiB"),
-        Row("fast", "size 1024", fast),
+        MethodRow("slow", "size 256", slow),
+        MethodRow("none", refusal="rank 0 lacks 3 GiB"),
+        MethodRow("another", refusal="rank 0 lacks 3 GiB"),
+        MethodRow("fast", "size 1024", fast),
     ]
     lines = format_comparison(rows).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["fast", "slow"]
@@ -326,7 +326,7 @@ def test_a_comparison_is_sorted_and_keeps_refusals():
     assert max(map(len, lines)) <= 80 and lines[-2].strip() == "size 256"
     fast = replace(fast, num_processes=2)
     for report in (fast, replace(fast, refused="too long")):
-        only = [Row("fast", "", report)]
+        only = [MethodRow("fast", "", report)]
         assert (" no " in format_comparison(only).splitlines()[1]) != report.runs_here
         assert comparison_json(only)[0]["runs_here"] == (not report.refused)
     values = comparison_json(rows)

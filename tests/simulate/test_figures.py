@@ -11,7 +11,7 @@ from papers.unit_costs import UnitCosts
 
 from furlong.plan.text import parse_action
 from furlong.planners.options import ChunkOptions
-from furlong.simulate.clock import RankSeconds, StepFigures, measure, simulate
+from furlong.simulate.clock import RankSeconds, SimulatedStep, measure, simulate
 from furlong.timeline import Record, Timeline
 
 
@@ -82,7 +82,7 @@ def test_a_recompute_is_a_first_forward_where_the_forward_computed_nothing():
 
 def test_no_share_is_negative():
     """However sums round: 0.1 + 0.2 is more than 0.3."""
-    figures = StepFigures(0.3, (RankSeconds(forward_s=0.1, backward_s=0.2),), (0,), (0,))
+    figures = SimulatedStep(0.3, (RankSeconds(forward_s=0.1, backward_s=0.2),), (0,), (0,))
     assert figures.bubble_ratio == figures.idle_ratio == 0
 
 

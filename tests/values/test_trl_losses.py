@@ -14,12 +14,12 @@ from trl_cases import common, pairs, small, tokenizer, words
 
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import Sequence
-from furlong.train.objective import Answer, AnswerLoss, KTOLoss, PairLoss
+from furlong.train.objective import AnswerLogProb, AnswerLoss, KTOLoss, PairLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-def answers_of(models: tuple[Any, Any], ids: Tensor, mask: Tensor, wanted: Any) -> list[Answer]:
+def answers_of(models: tuple[Any, Any], ids: Tensor, mask: Tensor, wanted: Any) -> list[AnswerLogProb]:
     """The answers of rows (B, T) whose tokens under `mask` are an answer's, by one forward each."""
     found = []
     for row, own, is_wanted in zip(ids, mask.bool(), wanted, strict=True):
@@ -28,11 +28,11 @@ def answers_of(models: tuple[Any, Any], ids: Tensor, mask: Tensor, wanted: Any) 
             logits = model(input_ids=row[None], attention_mask=(row != 0)[None]).logits[0, :-1]
             known = logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0]
             sums.append(known[own[1:]].sum())
-        found.append(Answer(sums[0], float(sums[1].detach()), int(own[1:].sum()), is_wanted))
+        found.append(AnswerLogProb(sums[0], float(sums[1].detach()), int(own[1:].sum()), is_wanted))
     return found
 
 
-def loss_of(objective: AnswerLoss, units: list[list[Answer]]) -> float:
+def loss_of(objective: AnswerLoss, units: list[list[AnswerLogProb]]) -> float:
     """The objective's mean over a batch of such units."""
     tokens = [torch.zeros(one.num_tokens + 1).int().numpy() for unit in units for one in unit]
     sequences = tuple(

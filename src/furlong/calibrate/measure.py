@@ -23,7 +23,7 @@ from furlong.kv.pools import CpuPool, DiskPool, Pool
 from furlong.ops.sequence_parallel import AllToAll, combine, combined, dispatch, dispatched
 from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import rows_of
-from furlong.runtime.profile import Clock
+from furlong.runtime.profile import ReadClock
 
 _RECORD_BYTES = (2**18, 2**20, 2**22)
 """Bytes of one put or get; a segment of K,V has 1 to 8 MiB."""
@@ -123,7 +123,7 @@ def _shortest_s(
     return best_s
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> ReadClock:
     """Return the clock for actions on a device: if a single CPU thread computes, its CPU time,
     which other processes do not lengthen; else wall time."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1

@@ -57,7 +57,7 @@ from furlong.report.patience import Tell, patience
 from furlong.report.report import PlanReport, report_plan
 from furlong.report.scene import Panel, save_trace
 from furlong.report.text import (
-    Row,
+    MethodRow,
     between_words,
     comparison_json,
     format_comparison,
@@ -603,7 +603,7 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
     """One batch under every method, each with its own best plan: a table, and panels. Raises
     ConfigError where no method has a plan."""
     question, chosen = question_of(flags), flags.own
-    rows: list[Row] = []
+    rows: list[MethodRow] = []
     panels: dict[str, Panel] = {}
     for name in ("auto", *METHODS):
         try:
@@ -612,13 +612,13 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
             reason = str(error).splitlines()[0]
             if isinstance(error, UserError):
                 reason = f"{error.given}; required: {error.required}; to mend it: {error.change}"
-            rows.append(Row(name, refusal=reason))
+            rows.append(MethodRow(name, refusal=reason))
             continue
         method, report = found.method, found.report
         words = found.options
         if method != name:
             words = ": ".join(filter(None, (method, words)))
-        rows.append(Row(name, words, report))
+        rows.append(MethodRow(name, words, report))
         # the method that auto has chosen is drawn once, under its own name
         shown = method if name == "auto" else name
         panels[shown] = report.panel(name, found.words)

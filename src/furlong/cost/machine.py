@@ -84,15 +84,15 @@ class Efficiency:
     packed: float = 1.0
     """Factor of `best` for causal squares of several slices in one call."""
 
-    def share(self, call: Call) -> float:
+    def share(self, call: AttentionCall) -> float:
         """Return the factor of `best` for a kind of attention call."""
         return {"full": 1.0, "square": self.square, "packed": self.packed}[call]
 
 
-Call = Literal["full", "square", "packed"]
+AttentionCall = Literal["full", "square", "packed"]
 """Kinds of attention calls: unmasked blocks of a prefix, one causal square, causal squares of
 several slices."""
-CALLS: tuple[Call, ...] = get_args(Call)
+CALLS: tuple[AttentionCall, ...] = get_args(AttentionCall)
 
 EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
 """The fields of Machine of type Efficiency."""

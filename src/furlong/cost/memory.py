@@ -70,16 +70,16 @@ from furlong.plan.plan import (
 )
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
-Kind = Literal["kv", "kv_gradients", "inputs", "attention", "graphs"]
+TensorKind = Literal["kv", "kv_gradients", "inputs", "attention", "graphs"]
 """Kinds of memory that can be offloaded."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
-Part = Literal[
+KINDS: tuple[TensorKind, ...] = get_args(TensorKind)
+MemoryPart = Literal[
     "weights", "gradients", "optimizer", "activations", "kv", "kv_gradients", "states", "logits",
     "buffers",
 ]  # fmt: skip
-PARTS: tuple[Part, ...] = get_args(Part)
+PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 # tensors that outlive an action: the part that they count as, and their kind for offload
-_HELD: dict[str, tuple[Part, Kind | None]] = {
+_HELD: dict[str, tuple[MemoryPart, TensorKind | None]] = {
     "ids": ("activations", None),
     "inputs": ("activations", "inputs"),
     "attention": ("activations", "attention"),
@@ -91,7 +91,7 @@ _HELD: dict[str, tuple[Part, Kind | None]] = {
 }
 
 
-_OF_A_LAYER: tuple[Part, ...] = ("gradients", "activations", "states", "buffers")
+_OF_A_LAYER: tuple[MemoryPart, ...] = ("gradients", "activations", "states", "buffers")
 """Parts that tensors of a computing layer count as."""
 
 
@@ -108,7 +108,7 @@ class PlanTraffic:
     """Number of copies to the device."""
     num_writes: NDArray[np.float64]
 
-    def to_json(self) -> dict[Kind, dict[str, Any]]:
+    def to_json(self) -> dict[TensorKind, dict[str, Any]]:
         """Return the target and the bytes read and written of each kind with any copies."""
         sums = zip(KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
         moved = {kind: (round(float(read)), round(float(written))) for kind, read, written in sums}
@@ -123,7 +123,7 @@ class PlanTraffic:
         return [i for i, kind in enumerate(KINDS) if target_of(self.offload, kind) == target]
 
 
-def target_of(offload: Offload, kind: Kind) -> OffloadTarget:
+def target_of(offload: Offload, kind: TensorKind) -> OffloadTarget:
     """Return the offload target of a kind; gradients of K,V have that of K,V."""
     target: OffloadTarget = getattr(offload, kind.removesuffix("_gradients"))
     return target
@@ -160,7 +160,7 @@ class MemoryCurve:
         return totals
 
     @property
-    def peak(self) -> dict[Part, int]:
+    def peak(self) -> dict[MemoryPart, int]:
         """Bytes of each part at the action with the highest sum."""
         if not self.device_bytes:
             return dict.fromkeys(PARTS, 0)
@@ -488,7 +488,7 @@ class _RankMemory:
         self._lower = dict.fromkeys(TARGETS, 0.0)
         self._passing = dict.fromkeys(PARTS, 0.0)
         """Bytes on the device during the current action only."""
-        self._held: dict[tuple[str, int, int], tuple[OffloadTarget, Part, float]] = {}
+        self._held: dict[tuple[str, int, int], tuple[OffloadTarget, MemoryPart, float]] = {}
         """(name in `_HELD`, chunk, stage) -> target, part and bytes."""
         self._offload: dict[str, OffloadTarget] = {k: target_of(plan.offload, k) for k in KINDS}
         self._columns = {k: i for i, k in enumerate(KINDS) if self._offload[k] != "none"}
@@ -539,21 +539,21 @@ class _RankMemory:
         traffic = PlanTraffic(self._plan.offload, *moved.swapaxes(0, 1))
         return MemoryCurve(np.rint(device).astype(np.int64), cpu, disk, traffic, self._late)
 
-    def add(self, part: Part, num_bytes: float, target: OffloadTarget = "none") -> None:
+    def add(self, part: MemoryPart, num_bytes: float, target: OffloadTarget = "none") -> None:
         """Allocate bytes that outlive the action, or free them if negative."""
         if target == "none":
             self._device[part] += num_bytes
         else:
             self._lower[target] += num_bytes
 
-    def read(self, kind: Kind, num_bytes: float, operations: int = 1) -> None:
+    def read(self, kind: TensorKind, num_bytes: float, operations: int = 1) -> None:
         """Count a copy of `kind` to the device, if it is offloaded."""
         if (column := self._columns.get(kind)) is not None:
             self._moved[0][column] += num_bytes
             self._moved[2][column] += operations
 
     def write(
-        self, kind: Kind, num_bytes: float, operations: int = 1, largest: float | None = None
+        self, kind: TensorKind, num_bytes: float, operations: int = 1, largest: float | None = None
     ) -> None:
         """Count a copy of `kind` from the device, if it is offloaded; `largest`: bytes of the
         largest tensor, if sizes differ."""
@@ -565,7 +565,7 @@ class _RankMemory:
                 self._largest = max(self._largest, size)
 
     def _hold(
-        self, name: str, chunk: int, stage: int, num_bytes: float, part: Part | None = None
+        self, name: str, chunk: int, stage: int, num_bytes: float, part: MemoryPart | None = None
     ) -> None:
         """Allocate a named tensor of a cell in the offload target of its kind."""
         key, (usual, kind) = (name, chunk, stage), _HELD[name]
@@ -635,7 +635,7 @@ class _RankMemory:
             case Recv(payload, chunk, stage):
                 message = self._tokens[chunk] * self._cells[stage].message
                 arrives = payload == "activation"
-                part: Part = "activations" if arrives else "buffers"
+                part: MemoryPart = "activations" if arrives else "buffers"
                 self._hold("inputs", chunk, stage + arrives, message, part)
             case Unshard(stage) if stage in self._whole:
                 self.add("weights", self._whole[stage])
@@ -654,7 +654,7 @@ class _RankMemory:
             self._hold("inputs", chunk, stage, message)
         if stage < len(self._plan.stages) - 1:
             # output for another rank waits in a buffer
-            part: Part = "activations" if stage + 1 in self._held_stages else "buffers"
+            part: MemoryPart = "activations" if stage + 1 in self._held_stages else "buffers"
             self._hold("inputs", chunk, stage + 1, message, part)
             self.write("inputs", message)
             if self._offload["inputs"] != "none":

@@ -47,7 +47,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.machine import CALLS, Call, Collective, Efficiency, Link, Machine
+from furlong.cost.machine import CALLS, AttentionCall, Collective, Efficiency, Link, Machine
 from furlong.cost.memory import stage_bytes
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
@@ -56,7 +56,7 @@ from furlong.plan.plan import Chunk, Layout, OffloadTarget, Slice, first_device,
 from furlong.plan.segments import NUM_HOT, segment_tokens
 
 Array = NDArray[np.float64]
-Keys = Mapping[tuple[int | None, Call], Array]
+Keys = Mapping[tuple[int | None, AttentionCall], Array]
 """(window, kind of call) -> attended keys (S, C)."""
 
 Work = Literal["forward", "to last kv", "first layers", "backward", "head", "head and back"]
@@ -449,7 +449,7 @@ class StageSeconds:
         backward = part.work == "backward"
         return self._hardware.attention_backward if backward else self._hardware.attention_forward
 
-    def _key_s(self, part: PassPart, call: Call = "full") -> list[float]:
+    def _key_s(self, part: PassPart, call: AttentionCall = "full") -> list[float]:
         """Return the seconds per attended key in each layer, in long calls of a kind. Fused kernels
         support neither windows nor wide heads; these use the kernel of packed slices."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
@@ -568,7 +568,7 @@ def chunk_table(
         before, together = -1, Counter(piece.place for piece in chunk.slices)
         for piece in chunk.slices:
             n, start, size = piece.num_tokens, position(piece), piece.place.size
-            diagonal: Call = "packed" if together[piece.place] > 1 else "square"
+            diagonal: AttentionCall = "packed" if together[piece.place] > 1 else "square"
             keys = shared if size > 1 else local
             who = slice(piece.place.first, piece.place.stop)
             tokens[who, c] += n / size

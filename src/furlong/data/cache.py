@@ -54,7 +54,7 @@ _MANIFEST = "manifest.json"
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 Mode = Literal["r", "r+"]
-Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
+ArrayKinds = Mapping[str, tuple[str, tuple[int, ...]]]
 """The dtype and shape of each array of a folder."""
 
 
@@ -97,7 +97,7 @@ def read_arrays(place: Path, mode: Mode = "r", *, is_compared: bool = False) -> 
 
 
 def write_arrays(
-    place: Path, fill: Callable[[Path], tuple[Kinds, dict[str, Any]]], *, mode: Mode = "r"
+    place: Path, fill: Callable[[Path], tuple[ArrayKinds, dict[str, Any]]], *, mode: Mode = "r"
 ) -> Arrays:
     """Write a folder of arrays, in place of a damaged one, and return them memory-mapped.
 
@@ -257,7 +257,7 @@ def write_tokens(
         OSError: the folder cannot be written. This, or an error of `encoded`, leaves no folder.
     """
 
-    def fill(aside: Path) -> tuple[Kinds, dict[str, Any]]:
+    def fill(aside: Path) -> tuple[ArrayKinds, dict[str, Any]]:
         index = array("q")
         stop, labels = 0, None
         with ExitStack() as opened:
@@ -311,7 +311,7 @@ class ReferenceLogProbs:
         num_rows = len(source.index)
         kinds = {"log_probs": (dtype, (int(self._stops[-1]),)), "done": ("uint8", (num_rows,))}
 
-        def fill(aside: Path) -> tuple[Kinds, dict[str, Any]]:
+        def fill(aside: Path) -> tuple[ArrayKinds, dict[str, Any]]:
             for name, (kind, (length,)) in kinds.items():
                 with (aside / f"{name}.bin").open("wb") as file:
                     file.truncate(length * np.dtype(kind).itemsize)

@@ -429,7 +429,7 @@ class _Template:
             raise self._refusal(own, f"{_CANNOT}: {what}")
         return len(found)
 
-    def proved(self, own: Turns, shape: Shape, text: str, ranges: list[Range]) -> list[str]:
+    def proved(self, own: Turns, shape: TurnShape, text: str, ranges: list[Range]) -> list[str]:
         """Return notes about what the text of a conversation lacks. Raises CannotBeMaskedError if
         it lacks a part of an answer that is trained on, or of the message that it answers."""
         trained = _trained_turns(own)
@@ -474,7 +474,7 @@ class _Template:
         return [f"conversations with {remark}" for remark in remarks]
 
     def _writes(
-        self, own: Turns, shape: Shape, text: str, number: int, path: tuple[Any, ...], value: Any
+        self, own: Turns, shape: TurnShape, text: str, number: int, path: tuple[Any, ...], value: Any
     ) -> bool:
         """Return whether replacing a value changes the text, or makes the template fail."""
         changed: Any = deepcopy({"tools": own.tools} if number < 0 else own.turns[number])
@@ -555,11 +555,11 @@ class _Template:
         return error
 
 
-Shape = Callable[[Turn], Turn]
+TurnShape = Callable[[Turn], Turn]
 """Returns a turn with its calls in another form."""
 
 
-def _shapes(own: Turns) -> list[Shape]:
+def _shapes(own: Turns) -> list[TurnShape]:
     has_calls = any(turn.get("tool_calls") for turn in own.turns)
     return [dict, _with_null, _as_openai_has_it] if has_calls else [dict]
 

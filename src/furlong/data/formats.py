@@ -151,7 +151,7 @@ def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RecordFormat:
     """A format of records."""
 
     needed: tuple[str, ...]
@@ -165,26 +165,26 @@ class Shape:
 
 _AROUND = ("tools", "system", "chat_template_kwargs")
 _INSTRUCTION = ("input", "history")
-FORMATS: dict[Format, Shape] = {
-    "tokens": Shape(("input_ids",), read_tokens, optional=("labels",)),
-    "chat": Shape(
+FORMATS: dict[Format, RecordFormat] = {
+    "tokens": RecordFormat(("input_ids",), read_tokens, optional=("labels",)),
+    "chat": RecordFormat(
         ("messages",), read_chat, _AROUND, lost={"history": "as messages"}
     ),
-    "completion": Shape(
+    "completion": RecordFormat(
         ("prompt", "completion"), read_completion, _AROUND, lost=_INTO_PROMPT
     ),
-    "alpaca": Shape(
+    "alpaca": RecordFormat(
         ("instruction", "output"), read_instruction, (*_INSTRUCTION, *_AROUND),
         lost={"tools": "into instruction"},
     ),
-    "text": Shape(("text",), read_text),  # a text file is one such record
+    "text": RecordFormat(("text",), read_text),  # a text file is one such record
     # two answers to one prompt, for train.loss: dpo
-    "preference": Shape(
+    "preference": RecordFormat(
         ("chosen", "rejected"), read_pair,
         ("prompt", "messages", "instruction", *_INSTRUCTION, *_AROUND), lost=_INTO_PROMPT,
     ),
     # an answer and whether it is desirable, for train.loss: kto
-    "unpaired": Shape(
+    "unpaired": RecordFormat(
         ("label",), read_unpaired,
         ("prompt", "completion", "messages", "instruction", "output", *_INSTRUCTION, *_AROUND),
         lost=_INTO_PROMPT,

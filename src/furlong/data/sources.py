@@ -27,10 +27,10 @@ from furlong.config.schema import Source
 from furlong.config.sources import read_yaml
 from furlong.errors import DataError, in_short
 
-Kind = Literal["text", "json lines", "json", "csv", "tsv", "parquet", "arrow", "dataset"]
+FileFormat = Literal["text", "json lines", "json", "csv", "tsv", "parquet", "arrow", "dataset"]
 Codec = Literal["gzip", "zstd", "bz2"]
 
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, FileFormat] = {
     ".jsonl": "json lines",
     ".ndjson": "json lines",
     ".jsonlines": "json lines",
@@ -39,7 +39,7 @@ _KINDS: dict[str, Kind] = {
     ".arrow": "arrow",
 }
 # In a folder that holds other texts these are texts too.
-_MAYBE_RECORDS: dict[str, Kind] = {".json": "json", ".csv": "csv", ".tsv": "tsv"}
+_MAYBE_RECORDS: dict[str, FileFormat] = {".json": "json", ".csv": "csv", ".tsv": "tsv"}
 _CODECS: dict[str, Codec] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2"}
 _HUB = "hf://datasets/"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -74,7 +74,7 @@ class SourceFile:
     """A file of sequences, or a folder that `datasets.load_from_disk` reads."""
 
     path: Path
-    kind: Kind
+    kind: FileFormat
     address: str | None = None
     """The fsspec address of a file that is not on this machine; `path` is its name there."""
 
@@ -512,7 +512,7 @@ def _chosen(
         DataError: the source is ambiguous, incomplete, or of files that are not read.
     """
 
-    def file_of(name: Path, kind: Kind) -> SourceFile:
+    def file_of(name: Path, kind: FileFormat) -> SourceFile:
         return SourceFile(root / name, kind, address_of and address_of(name))
 
     source, split = meant.source, meant.split
@@ -714,7 +714,7 @@ def _plain(file: Path) -> Path:
     return file.with_suffix("") if file.suffix.lower() in _CODECS else file
 
 
-def _kind_of(file: Path) -> Kind:
+def _kind_of(file: Path) -> FileFormat:
     ending = _plain(file).suffix.lower()
     return _KINDS.get(ending) or _MAYBE_RECORDS.get(ending, "text")
 

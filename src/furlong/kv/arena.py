@@ -67,7 +67,7 @@ def aligned(num_bytes: int, alignment_bytes: int = _ALIGNMENT_BYTES) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ArenaBlock:
     """An allocated part of a slab."""
 
     memory: Tensor  # (num_bytes,) uint8
@@ -92,11 +92,11 @@ class Slabs:
     def add(self, num_bytes: int) -> None:
         self.slabs.append((self._allocate(num_bytes), Extents(num_bytes)))
 
-    def take(self, num_bytes: int, new_slab_bytes: Callable[[], int]) -> Piece:
+    def take(self, num_bytes: int, new_slab_bytes: Callable[[], int]) -> ArenaBlock:
         """Allocate a piece, in a new slab of `new_slab_bytes()` if no slab has room."""
         for memory, extents in self.slabs:
             if (start := extents.take(aligned(num_bytes))) is not None:
-                return Piece(memory[start : start + num_bytes], extents, start)
+                return ArenaBlock(memory[start : start + num_bytes], extents, start)
         self.add(new_slab_bytes())
         return self.take(num_bytes, new_slab_bytes)
 
@@ -110,7 +110,7 @@ class Arena:
         self.taken_bytes = 0
         self._poison = poison
         self._slabs = Slabs(partial(torch.empty, dtype=torch.uint8, device=device))
-        self._taken: dict[int, Piece] = {}  # by data pointer
+        self._taken: dict[int, ArenaBlock] = {}  # by data pointer
         self._consolidated_bytes = 0
 
     @property

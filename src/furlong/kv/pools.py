@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from furlong.errors import ConfigError, in_short
-from furlong.kv.arena import MIN_SLAB_BYTES, Arena, Extents, Piece, Slabs, aligned, poison_bytes
+from furlong.kv.arena import MIN_SLAB_BYTES, Arena, Extents, ArenaBlock, Slabs, aligned, poison_bytes
 from furlong.kv.disk import PAGE_BYTES, NamelessFile
 from furlong.plan.plan import Offload, OffloadTarget
 from furlong.units import format_bytes
@@ -375,7 +375,7 @@ class StreamLane:
         self.drain()
 
 
-Lane = ThreadLane | StreamLane
+CopyLane = ThreadLane | StreamLane
 
 _MAX_SLACK = 2
 """A buffer is at most this many times as large as what is stored in it."""
@@ -610,7 +610,7 @@ class StagedPool(Pool):
             self._staging.give(buffer, now(self._device))
 
     def _submit(
-        self, lane: Lane, copy: Callable[[Any, Tensor], None], h: Handle, buffer: Buffer,
+        self, lane: CopyLane, copy: Callable[[Any, Tensor], None], h: Handle, buffer: Buffer,
         *after: Event,
     ) -> Event:  # fmt: skip
         """Run `copy` between a handle's place and a buffer, in a lane, after some events."""
@@ -670,20 +670,20 @@ class CpuPool(StagedPool):
         super().close()
         self.memory.slabs.clear()
 
-    def _take_place(self, num_bytes: int) -> Piece:
+    def _take_place(self, num_bytes: int) -> ArenaBlock:
         least_bytes = max(MIN_SLAB_BYTES, _RECORDS_PER_SLAB * aligned(num_bytes))
         return self.memory.take(num_bytes, lambda: 1 << (least_bytes - 1).bit_length())
 
-    def _give_place(self, place: Piece) -> None:
+    def _give_place(self, place: ArenaBlock) -> None:
         place.give()
 
     def _allocate_staging(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def _copy_out(self, place: Piece, staged: Tensor) -> None:
+    def _copy_out(self, place: ArenaBlock, staged: Tensor) -> None:
         self._copy(place.memory, staged)
 
-    def _copy_back(self, place: Piece, staged: Tensor) -> None:
+    def _copy_back(self, place: ArenaBlock, staged: Tensor) -> None:
         self._copy(staged, place.memory)
 
     def _copy(self, to: Tensor, source: Tensor) -> None:

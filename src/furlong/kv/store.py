@@ -113,7 +113,7 @@ def present(x: _T | None) -> _T:
     return x
 
 
-Kind = tuple[str, int]
+StateKind = tuple[str, int]
 """(kind of a recurrent state, its number among the states of its layer)."""
 Boundary = tuple[int, int, int]
 """(sequence id, layer, number of the sequence's tokens before the boundary)."""
@@ -126,10 +126,10 @@ class StateStore:
         """`trained`: the boundaries of each cut sequence whose gradients are kept; None: all."""
         self._pool = pool
         self._trained = trained
-        self._handles: dict[Boundary, dict[Kind, Handle]] = {}
-        self._grads: dict[Boundary, dict[Kind, Tensor | None]] = {}
+        self._handles: dict[Boundary, dict[StateKind, Handle]] = {}
+        self._grads: dict[Boundary, dict[StateKind, Tensor | None]] = {}
 
-    def write(self, at: Boundary, states: Mapping[Kind, Tensor]) -> None:
+    def write(self, at: Boundary, states: Mapping[StateKind, Tensor]) -> None:
         """Store the states at a boundary; states of other kinds stored there stay."""
         kept = self._handles.setdefault(at, {})
         for kind, state in states.items():
@@ -137,7 +137,7 @@ class StateStore:
                 self._pool.drop(kept.pop(kind))
             kept[kind] = self._pool.put(state.detach())
 
-    def read(self, at: Boundary) -> dict[Kind, Tensor]:
+    def read(self, at: Boundary) -> dict[StateKind, Tensor]:
         """Return copies of the states at a boundary: a graph may outlive them in the pool."""
         assert at in self._handles, f"states at {at} (sequence, layer, token) are gone"
         found = {}
@@ -147,14 +147,14 @@ class StateStore:
             lease.release()
         return found
 
-    def send(self, at: Boundary, grads: Mapping[Kind, Tensor | None]) -> None:
+    def send(self, at: Boundary, grads: Mapping[StateKind, Tensor | None]) -> None:
         """Store gradients of the states at a boundary, computed by the piece that read them."""
         if self._trained is None or at[2] in self._trained[at[0]]:
             detached = {kind: g if g is None else g.detach() for kind, g in grads.items()}
             self._grads.setdefault(at, {}).update(detached)
 
     def later_grads(
-        self, at: Boundary, kinds: Iterable[Kind], factor: float = 1
+        self, at: Boundary, kinds: Iterable[StateKind], factor: float = 1
     ) -> list[Tensor | None]:
         """Remove and return the gradients of `kinds` at a boundary, times `factor`; None for each
         kind that none were sent for."""

@@ -44,7 +44,7 @@ from furlong.models.mixers import (
     NUM_TOKENS,
     Called,
     EmptyCache,
-    Event,
+    TokenMixing,
     Mixer,
     Probed,
     SliceCache,
@@ -122,7 +122,7 @@ class Stage:
             self._list = nn.ModuleList(self._slots(model.layers))
 
     @property
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[TokenMixing, ...]:
         """Events (attention or states, layer) of the stage's layers, in order."""
         own = self._model.events
         if own is None:
@@ -537,7 +537,7 @@ class HFDecoder:
             ) from error
 
     @property
-    def events(self) -> tuple[Event, ...] | None:
+    def events(self) -> tuple[TokenMixing, ...] | None:
         """Events of the decoder's layers, in order; None: attention in each layer."""
         return self.probed.events if self.probed.mixers else None
 

@@ -304,7 +304,7 @@ def _scan_from_zero(
     return with_state(y, last, before, given)
 
 
-Event = tuple[Literal["attention", "states"], int]
+TokenMixing = tuple[Literal["attention", "states"], int]
 """(the way in which tokens mix: attention or a recurrent state, the layer)."""
 NUM_TOKENS = 4
 """Tokens of the traced forward."""
@@ -315,7 +315,7 @@ class Probed:
     """The mixers of a decoder, and the events of its layers in the order of a forward."""
 
     mixers: tuple[Mixer, ...] = ()
-    events: tuple[Event, ...] = ()
+    events: tuple[TokenMixing, ...] = ()
     num_returned: int = 0
     """Length of the tuple that a layer returns; 0: it returns hidden states alone."""
 
@@ -328,7 +328,7 @@ class Probe(SliceCache):
         self.modules: list[nn.Module] = []
         """Modules whose forward is running, the innermost one last."""
         self.mixers: dict[nn.Module, int] = {}
-        self.events: list[Event] = []
+        self.events: list[TokenMixing] = []
         self.num_returned: dict[nn.Module, int] = {}
         """Length of the tuple that a module returned; 0: no tuple."""
 

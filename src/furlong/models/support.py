@@ -119,14 +119,14 @@ def refuse_unsupported(
         refuse_attention_dropout(model)
 
 
-Row = tuple[Callable[[Any], object], str, str, str]
+RefusalRule = tuple[Callable[[Any], object], str, str, str]
 """(predicate on a model, fault in words, requirement, change). The predicate's result is truthy if
 the model has the fault, and fills `{}` in its words."""
 OTHER_FAMILY = "train a model of another family"
 _WHOLE = "pass the model before it is sharded; Engine(ranks=...) does it"
 
 
-def _refuse(model: Any, rows: Sequence[Row]) -> None:
+def _refuse(model: Any, rows: Sequence[RefusalRule]) -> None:
     """Raise UnsupportedModelError for the first of `rows` whose fault the model has."""
     for tells, what, required, change in rows:
         if found := tells(model):
@@ -177,7 +177,7 @@ def _foreign_module(model: nn.Module) -> str:
     return ""
 
 
-_WRAPPED: tuple[Row, ...] = (
+_WRAPPED: tuple[RefusalRule, ...] = (
     (lambda m: not isinstance(m, nn.Module), "is no model", "a causal decoder of transformers",
      "pass the model"),
     (lambda m: isinstance(m, DataParallel | DistributedDataParallel),
@@ -234,7 +234,7 @@ def _backward_hooks(model: nn.Module) -> str:
     return _first(modules, lambda m: any(getattr(m, f"_{kind}") for kind in kinds))
 
 
-_STATE: tuple[Row, ...] = (
+_STATE: tuple[RefusalRule, ...] = (
     (_quantisation, "is quantised ({})", "floating-point weights, or the 4 bits of bitsandbytes",
      "load the model again, in bfloat16 or with load_in_4bit"),
     (lambda m: not is_sharded(m) and _first(
@@ -247,7 +247,7 @@ _STATE: tuple[Row, ...] = (
      "no full backward hooks of modules, of which nobody can tell whether they change gradients "
      "token by token", "change .grad after the backward"),
 )  # fmt: skip
-_TRAINED: tuple[Row, ...] = (
+_TRAINED: tuple[RefusalRule, ...] = (
     (lambda m: _first(m.named_modules(), lambda x: getattr(x, "sparse", False) and any(
         p.requires_grad for p in x.parameters())),
      "has sparse gradients at {}",
@@ -297,7 +297,7 @@ def set_in_config(values: dict[str, Any]) -> str:
     return f"set model.config: {{{in_file}}} (in Python: from_pretrained(..., {in_python}))"
 
 
-_KINDS: tuple[Row, ...] = (
+_KINDS: tuple[RefusalRule, ...] = (
     (lambda m: not (hasattr(m, "config") and hasattr(m, "get_decoder")), "is no transformers model",
      "a causal decoder of transformers", OTHER_FAMILY),
     (lambda m: _first(_ends(m), lambda x: getattr(getattr(x, "weight", None), "ndim", 0) != 2),
@@ -309,7 +309,7 @@ _KINDS: tuple[Row, ...] = (
      "gradients that are sums over tokens: a chunk is one call of many",
      "set scale_grad_by_freq = False"),
 )  # fmt: skip
-_CONFIGS: tuple[Row, ...] = (
+_CONFIGS: tuple[RefusalRule, ...] = (
     (_of_text(lambda text: not isinstance(getattr(text, "num_hidden_layers", None), int)),
      "names no num_hidden_layers", "one stack of decoder layers", OTHER_FAMILY),
     (_of_text(lambda text: ", ".join(sorted(_layer_types(text) - _KNOWN_LAYER_TYPES))),

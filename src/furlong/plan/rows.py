@@ -20,7 +20,7 @@ from operator import attrgetter
 
 from furlong.plan.plan import Chunk, Slice
 
-Run = tuple[int, int, int]
+RowRun = tuple[int, int, int]
 """Consecutive rows: (owner, start, stop); the owner is a sequence, a slice or an inner place."""
 
 
@@ -82,7 +82,7 @@ class Level:
     shares: tuple[int, ...]
     """Rows of each process of the place before the exchange."""
     slices: tuple[PlacedSlice, ...]
-    key_runs: tuple[Run, ...] = ()
+    key_runs: tuple[RowRun, ...] = ()
     """The keys in token order, as (inner place, start, stop) of rows gathered from it; empty with a
     single inner place, whose keys are in token order."""
 
@@ -113,7 +113,7 @@ class ChunkRows:
 
     levels: tuple[Level, ...]
     """Levels by falling size of their place: the order in which all processes exchange."""
-    tokens: tuple[Run, ...]
+    tokens: tuple[RowRun, ...]
     """(seq_id, start, stop) of the process's rows before the exchange, in row order."""
 
     @cached_property
@@ -135,12 +135,12 @@ class ChunkRows:
         """The slices that lie on this process alone."""
         return next((level for level in self.levels if level.size == 1), None)
 
-    def runs(self) -> Iterator[tuple[Run, int]]:
+    def runs(self) -> Iterator[tuple[RowRun, int]]:
         """Yield each run of tokens with the row of its first token."""
         return _with_rows(self.tokens)
 
 
-def _with_rows(runs: Iterable[Run]) -> Iterator[tuple[Run, int]]:
+def _with_rows(runs: Iterable[RowRun]) -> Iterator[tuple[RowRun, int]]:
     """Yield each run with the row of its first token when the runs are concatenated."""
     row = 0
     for run in runs:
@@ -161,7 +161,7 @@ def rows_of(
         if piece.place.first <= process < piece.place.stop:
             by_size.setdefault(piece.place.size, []).append((index, piece))
     levels: list[Level] = []
-    tokens: list[Run] = []
+    tokens: list[RowRun] = []
     row = 0
     for size in sorted(by_size, reverse=True):
         member = process - by_size[size][0][1].place.first
@@ -176,7 +176,7 @@ def rows_of(
 def _level(
     slices: Sequence[tuple[int, Slice]], size: int, u: int, member: int, row: int,
     position: Callable[[Slice], int],
-) -> tuple[Level, list[Run]]:  # fmt: skip
+) -> tuple[Level, list[RowRun]]:  # fmt: skip
     """Return the level whose local rows begin at `row`, and the runs of its local tokens."""
     num_inner, own_inner = size // u, member // u
     inners = [_inner_runs([piece for _, piece in slices], b, num_inner) for b in range(num_inner)]
@@ -194,7 +194,7 @@ def _level(
     return level, _cut(numbered, part)
 
 
-def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[Run]:
+def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[RowRun]:
     """Return (index of the slice, start, stop) of the tokens that inner place `inner` computes.
 
     Each slice is cut into 2c parts, and inner place b computes parts b and 2c-1-b: an early one
@@ -202,7 +202,7 @@ def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[Run
     """
     if num_inner == 1:
         return [(at, piece.start, piece.stop) for at, piece in enumerate(slices)]
-    runs: list[Run] = []
+    runs: list[RowRun] = []
     last = 2 * num_inner - 1
     for at, piece in enumerate(slices):
         for part in (inner, last - inner):
@@ -213,7 +213,7 @@ def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[Run
 
 
 def _placed(
-    slices: Sequence[tuple[int, Slice]], runs: Sequence[Run], position: Callable[[Slice], int]
+    slices: Sequence[tuple[int, Slice]], runs: Sequence[RowRun], position: Callable[[Slice], int]
 ) -> tuple[PlacedSlice, ...]:
     """Return the slices of a level with the query rows of the inner place with tokens `runs`."""
     stretches: list[list[Stretch]] = [[] for _ in slices]
@@ -231,7 +231,7 @@ def _placed(
     return tuple(found)
 
 
-def _key_runs(inners: Sequence[Sequence[Run]]) -> tuple[Run, ...]:
+def _key_runs(inners: Sequence[Sequence[RowRun]]) -> tuple[RowRun, ...]:
     """Return the rows of all tokens in token order, as runs (inner place, start, stop)."""
     found = sorted(
         ((at, start), (inner, row, row + stop - start))
@@ -241,9 +241,9 @@ def _key_runs(inners: Sequence[Sequence[Run]]) -> tuple[Run, ...]:
     return tuple(run for _, run in found)
 
 
-def _cut(runs: Sequence[Run], rows: range) -> list[Run]:
+def _cut(runs: Sequence[RowRun], rows: range) -> list[RowRun]:
     """Return the tokens of concatenated runs that lie in `rows`."""
-    found: list[Run] = []
+    found: list[RowRun] = []
     for (seq_id, start, stop), row in _with_rows(runs):
         first, end = max(rows.start, row), min(rows.stop, row + stop - start)
         if first < end:

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.machine import Call
+from furlong.cost.machine import AttentionCall
 from furlong.cost.memory import gathered_tokens
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import (
@@ -235,7 +235,7 @@ class PoolBatch:
         counts, windows = loads[_NUM_PLAIN : exchanged.start], self.windows
         keys = loads[exchanged.stop :].reshape(len(counts), len(windows), *counts.shape[1:])
         packed = np.where(counts[:, None] > 1, keys, 0.0)  # several slices of a place share a call
-        calls: dict[Call, Array] = {"packed": packed, "square": keys - packed}
+        calls: dict[AttentionCall, Array] = {"packed": packed, "square": keys - packed}
         local, shared = (
             {(w, call): own[of, i].sum(axis=0) for call, own in calls.items()
              for i, w in enumerate(windows)}

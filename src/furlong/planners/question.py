@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import Any
 
-from furlong.cost.memory import Part
+from furlong.cost.memory import MemoryPart
 from furlong.cost.model import CostModel, update_s
 from furlong.cost.training import RankWeights, Training, ZeroStage
 from furlong.errors import ConfigError
@@ -49,7 +49,7 @@ RESHARDING = ("auto", "fpdt")
 """Methods whose plans can free the weights of stages; others run each chunk through all stages."""
 PASSING = ("auto", "chunkflow", "infinipipe")
 """Pipeline methods in which each pass can gather and free the weights of its stage."""
-STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
+STATE: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class DoesNotFitError(ConfigError):
     def __init__(
         self,
         rank: int,
-        peak: Mapping[Part, int],
+        peak: Mapping[MemoryPart, int],
         budget_bytes: int,
         training: Training,
         *,
@@ -497,7 +497,7 @@ class Candidate:
     """Simulated mean seconds of a step with all replicas; 0 until simulated."""
     needs: Needs = field(default_factory=partial(Needs, 0))
     """Simulated peak bytes in each memory; 0 until simulated."""
-    peak: Mapping[Part, int] = field(default_factory=dict)
+    peak: Mapping[MemoryPart, int] = field(default_factory=dict)
     """Parts of `needs`, on the device that lacks most."""
     unchecked: PlanOf | None = None
     """Returns the same plans without a check, for simulation only; None: use `plan_of`."""

@@ -31,7 +31,7 @@ from furlong.report.scene import (
     Panel,
     RankScene,
     Scene,
-    Track,
+    SpanTrack,
     cut_sequences,
     fill,
     ink_on,
@@ -125,7 +125,7 @@ def _draw_lane(axes: Axes, scene: Scene, rank: RankScene, longest_s: float) -> N
         axes.broken_barh(spans, (0, _LANE), facecolor=colour, edgecolor=tint(GREY, 0.25),
                          hatch=hatch, linewidth=0)  # fmt: skip
         axes.broken_barh(spans, (0, _LANE), facecolor="none", edgecolor=edge, linewidth=0.5)
-    tracks: tuple[Track, ...] = ("link", "copy")
+    tracks: tuple[SpanTrack, ...] = ("link", "copy")
     for number, track in enumerate(tracks):
         bars = [bar for bar in rank.on(track) if bar.span[1] > 0]
         axes.broken_barh([bar.span for bar in bars], (_LANE + (number + 0.3) * _THIN, 0.7 * _THIN),

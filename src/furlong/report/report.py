@@ -16,7 +16,7 @@ from furlong.cost.seconds import Array, Hidden, PassPart, step_flops
 from furlong.cost.training import RankWeights
 from furlong.plan.plan import COMPUTING, ON_DEVICE, Backward, ChunkPlan, Computing, Unshard
 from furlong.report.scene import Panel, lost_shares, ranks_per_replica
-from furlong.simulate.clock import StepFigures, measure, simulate
+from furlong.simulate.clock import SimulatedStep, measure, simulate
 from furlong.timeline import Timeline
 from furlong.units import format_bytes
 
@@ -29,7 +29,7 @@ class PlanReport:
 
     plan: ChunkPlan
     timeline: Timeline
-    figures: StepFigures
+    figures: SimulatedStep
     breakdown: dict[Wait, float]
     """Shares of all ranks' time, by activity; they add up to 1."""
     pool_idle_ratio: float
@@ -256,7 +256,7 @@ def report_plan(
 
 
 def _break_down(
-    plan: ChunkPlan, model: CostModel, costs: PlanCosts, figures: StepFigures
+    plan: ChunkPlan, model: CostModel, costs: PlanCosts, figures: SimulatedStep
 ) -> dict[Wait, float]:
     """Return the shares of a simulated step's time by activity.
 

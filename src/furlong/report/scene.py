@@ -38,7 +38,7 @@ from furlong.plan.plan import (
     Send,
 )
 from furlong.plan.text import format_chunk
-from furlong.simulate.clock import StepFigures, measure
+from furlong.simulate.clock import SimulatedStep, measure
 from furlong.timeline import Record, Timeline
 from furlong.units import count_words, format_bytes, format_count, format_seconds, plural
 
@@ -63,20 +63,20 @@ def is_alone(plan: ChunkPlan) -> bool:
     return len(plan.actions) * plan.sp_size == 1
 
 
-def figure_words(figures: StepFigures) -> str:
+def figure_words(figures: SimulatedStep) -> str:
     """Return words for the shares of the ranks' time."""
     words = {_SHARE_WORDS[name]: share for name, share in figures.shares().items()}
     return share_words(words, "   ·   ")
 
 
-def lost_shares(figures: StepFigures) -> dict[str, float]:
+def lost_shares(figures: SimulatedStep) -> dict[str, float]:
     """Return the shares of the ranks' time apart from first forwards and backwards, keyed by words;
     they add up to the bubble ratio."""
     shares = figures.shares()
     return {_SHARE_WORDS[name]: shares[name] for name in shares if name not in _USEFUL}
 
 
-def lost_words(figures: StepFigures) -> str:
+def lost_words(figures: SimulatedStep) -> str:
     """Return the bubble ratio and its parts: `22.5%: recompute 20.8%, idle 1.7%`."""
     total = f"{figures.bubble_ratio:.1%}"
     return ": ".join(filter(None, (total, share_words(lost_shares(figures)))))
@@ -146,17 +146,17 @@ PART_COLOURS = {
 timelines that do not know the parts."""
 _LOWER = ("cpu", "disk", "cpu and disk")
 
-Kind = Literal[
+SpanKind = Literal[
     "forward", "recompute", "rebuild", "backward", "activation", "gradient", "collective", "copy"
 ]
-Track = Literal["compute", "link", "copy"]
+SpanTrack = Literal["compute", "link", "copy"]
 
 
 class KindLook(NamedTuple):
     """Style of the bars of one kind of action."""
 
     words: str
-    track: Track
+    track: SpanTrack
     letter: str = ""
     colour: str = ""
     """Colour of the kind; empty: the colour of the chunk."""
@@ -165,7 +165,7 @@ class KindLook(NamedTuple):
     hatch: str | None = None
 
 
-KINDS: dict[Kind, KindLook] = {
+KINDS: dict[SpanKind, KindLook] = {
     "forward": KindLook("forward", "compute", "F", white=0.5),
     "recompute": KindLook("recompute", "compute", "R", white=0.82, hatch="//////"),
     "rebuild": KindLook("rebuild K,V", "compute", "K", white=0.82, hatch="......"),
@@ -178,7 +178,7 @@ KINDS: dict[Kind, KindLook] = {
 """The kinds in the order of a legend."""
 
 
-def fill(colour: str, kind: Kind) -> str:
+def fill(colour: str, kind: SpanKind) -> str:
     """Return the colour of a bar: light for a forward, full for a backward, almost white for a
     recompute (which is also hatched); messages ignore `colour`."""
     return KINDS[kind].colour or tint(colour, KINDS[kind].white)
@@ -215,7 +215,7 @@ class Panel:
 class Bar(NamedTuple):
     """A record with its kind, label and colour in a picture."""
 
-    kind: Kind
+    kind: SpanKind
     label: str
     """Letter of the kind and the cell; empty for kinds without a letter."""
     colour: str
@@ -241,7 +241,7 @@ class RankScene:
     lower: dict[str, tuple[int, ...]]
     """Memory (CPU, disk) -> bytes from each of `times` to the next."""
 
-    def on(self, track: Track) -> list[Bar]:
+    def on(self, track: SpanTrack) -> list[Bar]:
         """Return the bars of one track."""
         return [bar for bar in self.bars if KINDS[bar.kind].track == track]
 
@@ -334,12 +334,12 @@ def _rank(
     return RankScene(rank, "\n".join(names), tuple(bars), *memory)
 
 
-def _kind(record: Record) -> Kind:
+def _kind(record: Record) -> SpanKind:
     if record.lane == "copy":
         return "copy"
     if isinstance(record.action, MESSAGES):
         return record.action.payload
-    kinds: dict[type[Action], Kind] = {
+    kinds: dict[type[Action], SpanKind] = {
         Forward: "forward", Recompute: "recompute", RebuildKV: "rebuild", Backward: "backward",
     }  # fmt: skip
     return kinds.get(type(record.action), "collective")

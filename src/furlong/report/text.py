@@ -24,7 +24,7 @@ from furlong.report.scene import (
     lost_words,
     share_words,
 )
-from furlong.simulate.clock import StepFigures
+from furlong.simulate.clock import SimulatedStep
 from furlong.units import (
     DAY_S,
     bytes_alike,
@@ -297,7 +297,7 @@ def _num_devices(plan: ChunkPlan) -> int:
     return len(plan.actions) * plan.sp_size
 
 
-def format_figures(figures: StepFigures) -> str:
+def format_figures(figures: SimulatedStep) -> str:
     """Return lines for step time, bubble ratio, breakdown of the ranks' time, and memory peaks."""
     lines = [
         f"step {format_seconds(figures.duration_s)}, lost {lost_words(figures)}",
@@ -330,7 +330,7 @@ _REASON = 160
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodRow:
     """A method with its best plan, or the reason why it has none."""
 
     method: str
@@ -339,7 +339,7 @@ class Row:
     refusal: str = ""
 
 
-def format_comparison(rows: Sequence[Row]) -> str:
+def format_comparison(rows: Sequence[MethodRow]) -> str:
     """Return a table of the methods that have a plan, fastest first; below it the bubble and
     options of each, and the reasons why others have none."""
     planned = _by_time(rows)
@@ -372,7 +372,7 @@ def format_comparison(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def comparison_json(rows: Sequence[MethodRow]) -> list[dict[str, Any]]:
     """Return the methods as plain values, in the same order."""
     planned = _by_time(rows)
     values: list[dict[str, Any]] = [
@@ -384,6 +384,6 @@ def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return values + [{"method": row.method, "refusal": row.refusal} for row in refused]
 
 
-def _by_time(rows: Sequence[Row]) -> list[tuple[Row, PlanReport]]:
+def _by_time(rows: Sequence[MethodRow]) -> list[tuple[MethodRow, PlanReport]]:
     planned = [(row, row.report) for row in rows if row.report is not None]
     return sorted(planned, key=lambda pair: pair[1].step_s)

@@ -18,7 +18,7 @@ from furlong.kv.pools import Handle, Lease, Pool, Pools
 from furlong.kv.store import KVStore
 from furlong.models.attention import KVReady
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import Event, SliceRows, States, receive_states, send_states
+from furlong.models.mixers import TokenMixing, SliceRows, States, receive_states, send_states
 from furlong.models.support import OTHER_FAMILY
 from furlong.ops.attention import (
     AttentionRule,
@@ -219,12 +219,12 @@ class Cell:
     attention: Pool
     layers: range
     """Layers of the stage."""
-    events: Sequence[Event] = ()
+    events: Sequence[TokenMixing] = ()
     """Attention and recurrent mixers of the layers, in the order in which they run."""
     exchange: Exchange | None = None
     """All-to-all, for slices that several processes hold."""
     relay_factor: float = 1.0
-    met: list[Event] = field(default_factory=list)
+    met: list[TokenMixing] = field(default_factory=list)
     """Events of the current pass, in order."""
     saved_attention: dict[int, tuple[Handle, ...]] = field(default_factory=dict)
     """Layer -> handles of the saved attention output (T, N, H), and of the log-sum-exps
@@ -372,7 +372,7 @@ class Cell:
                     "(layer.self_attn.layer_idx = its place), and skip none (layerdrop 0)",
                 )
 
-    def _ends(self, what: Pass, event: Event) -> bool:
+    def _ends(self, what: Pass, event: TokenMixing) -> bool:
         """Whether `event` is the last one of a pass that ends at the last K,V."""
         return what.computes == "to last kv" and event == self.events[-1]
 

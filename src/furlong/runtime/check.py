@@ -60,7 +60,7 @@ from furlong.models.asked import spread
 from furlong.models.attention import CellAttention, bound, own_forward, scales_by_position
 from furlong.models.build import draw_weights
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import Called, Event, Mixer, SliceCache, first, relaying
+from furlong.models.mixers import Called, TokenMixing, Mixer, SliceCache, first, relaying
 from furlong.models.placeholders import hold, placeholders, uncuttable
 from furlong.models.quantized import packed_linears, unpacked
 from furlong.models.rope import num_positions, switching_lengths
@@ -651,7 +651,7 @@ class _MixerStage:
     def __init__(self, called: Called, x: Tensor, leaves: list[Tensor]) -> None:
         layer = called.mixer.layer
         self.layers = range(layer, layer + 1)
-        self.events: tuple[Event, ...] = (("states", layer),)
+        self.events: tuple[TokenMixing, ...] = (("states", layer),)
         self._called, self._x, self._leaves = called, x, leaves
 
     def run(self, _: Tensor, positions: Tensor, cell: CellAttention, what: Pass) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from furlong.kv.pools import Handle, Pools
 from furlong.models.attention import CellAttention, KVReady
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import Event
+from furlong.models.mixers import TokenMixing
 from furlong.ops.backends.base import Backend
 from furlong.ops.sequence_parallel import Exchange
 from furlong.plan.check import check
@@ -56,7 +56,7 @@ class Layers(Protocol):
     layers: range
 
     @property
-    def events(self) -> tuple[Event, ...]: ...
+    def events(self) -> tuple[TokenMixing, ...]: ...
     def run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor: ...
 
 

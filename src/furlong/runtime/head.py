@@ -23,7 +23,7 @@ from furlong.errors import ConfigError
 from furlong.models.decoder import HFDecoder
 from furlong.ops.loss import TiledHead, label_losses
 from furlong.plan.plan import ChunkPlan
-from furlong.plan.rows import Run
+from furlong.plan.rows import RowRun
 from furlong.runtime.batch import WEIGHTS, Batch, ChunkTargets, sent_to
 from furlong.values import Extras, TokenFunction
 
@@ -161,8 +161,8 @@ class OutputHead:
         self.cotangents: Sequence[Tensor | None] = ()
         self._outputs: list[Tensor] = []
         self._projection: Tensor | None = None
-        self._met: dict[tuple[Run, ...], list[Tensor]] = {}
-        self._moved: dict[tuple[Run, ...], Tensor] = {}
+        self._met: dict[tuple[RowRun, ...], list[Tensor]] = {}
+        self._moved: dict[tuple[RowRun, ...], Tensor] = {}
 
     def evaluate(self, hidden: Tensor, targets: ChunkTargets) -> None:
         """Store the outputs of a chunk's final hidden states (T, D)."""

@@ -24,11 +24,11 @@ import torch
 from furlong.cost.machine import Machine, free_ram_budget_bytes, this_cpu
 from furlong.cost.memory import MAPPED_BYTES, SMALL_MAPPED_BYTES, SPARE_BYTES
 from furlong.kv.pools import Pools
-from furlong.ops.backends.select import Kind, fastest
+from furlong.ops.backends.select import CallKind, fastest
 from furlong.plan.plan import Action
 from furlong.timeline import Record, Timeline
 
-Clock = Callable[[], float]
+ReadClock = Callable[[], float]
 """Returns seconds since an arbitrary moment."""
 
 
@@ -36,7 +36,7 @@ class Stopwatch:
     """Time stamps in the order of the device's work: CUDA events on the current stream, which
     `seconds` waits for; readings of a clock on a CPU."""
 
-    def __init__(self, device: torch.device, clock: Clock) -> None:
+    def __init__(self, device: torch.device, clock: ReadClock) -> None:
         self._device, self._clock = device, clock
         self._events: list[torch.cuda.Event] = []
         self._read_s: list[float] = []
@@ -190,7 +190,7 @@ class Measuring(TypedDict, total=False):
     exact_peaks: bool
     """Reset the device's peak memory before each action, so that records hold exact peaks; see
     `MemoryMeter`."""
-    clock: Clock
+    clock: ReadClock
     """The clock on a CPU; default: time.perf_counter."""
     begun: Callable[[Action], None]
     """Called with each action before it runs."""
@@ -238,6 +238,6 @@ def machine_of(device: torch.device) -> Machine:
         return this_cpu()
     total_bytes = torch.cuda.mem_get_info(device)[1]
     found = Machine.of_card(torch.cuda.get_device_name(device), total_bytes)
-    found = found.attended_by(fastest(Kind(device, torch.bfloat16, 128)))
+    found = found.attended_by(fastest(CallKind(device, torch.bfloat16, 128)))
     links = replace(found.links, devices_per_node=1)
     return replace(found, links=links, host_bytes=free_ram_budget_bytes())

@@ -59,13 +59,13 @@ from furlong.plan.plan import (
 )
 from furlong.timeline import Lane, Record, Timeline
 
-Collective = tuple[type[Action] | Literal["pass", "gathering", "reducing"], int]
+StageCollective = tuple[type[Action] | Literal["pass", "gathering", "reducing"], int]
 """(kind of a collective, its stage)."""
 
 
-def _joins(plan: ChunkPlan, rank: int, shared: Collection[int]) -> list[Collective | None]:
+def _joins(plan: ChunkPlan, rank: int, shared: Collection[int]) -> list[StageCollective | None]:
     actions = plan.actions[rank]
-    joins: list[Collective | None] = [None] * len(actions)
+    joins: list[StageCollective | None] = [None] * len(actions)
     gathered = {action.stage for action in actions if isinstance(action, Unshard)}
     reducing: dict[int, int] = {}
     in_step = plan.regathers and not plan.replicated
@@ -87,7 +87,7 @@ def _joins(plan: ChunkPlan, rank: int, shared: Collection[int]) -> list[Collecti
 
 
 _Pair = tuple[int, int]
-_Joined = tuple[Collective, int]
+_Joined = tuple[StageCollective, int]
 """(collective, number of its occurrence, which each rank counts from 0)."""
 _LINKED = (Send, Recv, Unshard, Reduce)
 
@@ -212,7 +212,7 @@ class Clock:
         self._joins = [_joins(plan, rank, shared) for rank in ranks]
         """[rank][action] -> the collective that the action is part of."""
         self._num_ranks = Counter(key for joins in self._joins for key in set(joins) if key)
-        self._joined: Counter[tuple[Collective, int]] = Counter()
+        self._joined: Counter[tuple[StageCollective, int]] = Counter()
         """(collective, rank) -> number of occurrences that the rank has entered."""
         self._come: dict[_Joined, list[tuple[int, int, float]]] = defaultdict(list)
         """(rank, index of the action, time) of each rank that has entered an occurrence."""
@@ -386,7 +386,7 @@ _FIELDS: dict[type[Action], str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigures:
+class SimulatedStep:
     """Figures of one step over all its ranks."""
 
     duration_s: float
@@ -430,7 +430,7 @@ class StepFigures:
         return asdict(self) | ratios | {"shares": self.shares()}
 
 
-def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> StepFigures:
+def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> SimulatedStep:
     """Return the figures of a timeline, for ranks 0 to the highest one with a record.
 
     `plan`: the plan that ran. If a Forward computes nothing, the cell's Recompute counts as its
@@ -441,7 +441,7 @@ def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> StepFigures:
     for record in timeline.records:
         by_rank[record.rank].append(record)
     late = computed_late(plan) if plan is not None else frozenset()
-    return StepFigures(
+    return SimulatedStep(
         duration_s=timeline.duration_s,
         ranks=tuple(_measure_rank(records, timeline.duration_s, late) for records in by_rank),
         peak_device_bytes=tuple(max((r.device_bytes for r in rs), default=0) for rs in by_rank),

@@ -96,7 +96,7 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerLogProb:
     """An answer's log-probabilities, summed over its tokens; scalars in float64."""
 
     log_prob: Tensor
@@ -127,15 +127,15 @@ class AnswerLoss(Objective):
     unit_size = 2
     needs_reference = True
 
-    def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
+    def shared(self, batch: Batch, beside: Sequence[AnswerLogProb]) -> float:
         """Return a number of the whole batch for each `term`. `beside`: answers not trained on."""
         raise NotImplementedError
 
-    def term(self, answers: Sequence[Answer], shared: float) -> Tensor:
+    def term(self, answers: Sequence[AnswerLogProb], shared: float) -> Tensor:
         """Return the loss of a unit's trained answers; the batch's loss is the mean over units."""
         raise NotImplementedError
 
-    def figures(self, answers: Sequence[Answer], shared: float) -> dict[str, float]:
+    def figures(self, answers: Sequence[AnswerLogProb], shared: float) -> dict[str, float]:
         """Return the metrics of a unit, by name."""
         raise NotImplementedError
 
@@ -288,12 +288,12 @@ class PairLoss(AnswerLoss):
     format = "preference"
     num_learnt = 2
 
-    def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
+    def shared(self, batch: Batch, beside: Sequence[AnswerLogProb]) -> float:
         """Return the weight of a chosen token's cross-entropy in its pair's loss."""
         num_tokens = sum(one.num_valid_tokens for one in batch.sequences[::2])
         return self.sft_weight * self.num_terms(batch) / num_tokens
 
-    def term(self, answers: Sequence[Answer], shared: float) -> Tensor:
+    def term(self, answers: Sequence[AnswerLogProb], shared: float) -> Tensor:
         from torch.nn.functional import logsigmoid, sigmoid
 
         ratios = [answer.log_ratio for answer in answers]
@@ -314,7 +314,7 @@ class PairLoss(AnswerLoss):
                 loss = (1 - share) * right + share * wrong if share else right
         return loss - shared * answers[0].log_prob if shared else loss
 
-    def figures(self, answers: Sequence[Answer], shared: float) -> dict[str, float]:
+    def figures(self, answers: Sequence[AnswerLogProb], shared: float) -> dict[str, float]:
         """Return the `METRICS` of a pair."""
         log_probs = [float(answer.log_prob.detach()) for answer in answers]
         rewards = [
@@ -342,11 +342,11 @@ class KTOLoss(AnswerLoss):
     name = "kto"
     format = "unpaired"
 
-    def shared(self, batch: Batch, beside: Sequence[Answer]) -> float:
+    def shared(self, batch: Batch, beside: Sequence[AnswerLogProb]) -> float:
         """Return the estimated KL divergence from the reference model."""
         return max(0.0, sum(float(one.log_ratio.detach()) for one in beside) / len(beside))
 
-    def term(self, answers: Sequence[Answer], shared: float) -> Tensor:
+    def term(self, answers: Sequence[AnswerLogProb], shared: float) -> Tensor:
         from torch.nn.functional import sigmoid
 
         (answer,) = answers
@@ -355,7 +355,7 @@ class KTOLoss(AnswerLoss):
             return self.desirable_weight * sigmoid(-reward)
         return self.undesirable_weight * sigmoid(reward)
 
-    def figures(self, answers: Sequence[Answer], shared: float) -> dict[str, float]:
+    def figures(self, answers: Sequence[AnswerLogProb], shared: float) -> dict[str, float]:
         """Return the metrics of an answer, under the names of its kind."""
         (answer,) = answers
         log_prob = float(answer.log_prob.detach())
@@ -414,11 +414,11 @@ def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(all_values) / len(all_values) for name, all_values in listed.items()}
 
 
-def _answer(sequence: Tokens, log_prob: Tensor) -> Answer:
-    """Return the Answer of a sequence with its reference and its summed log-probability."""
+def _answer(sequence: Tokens, log_prob: Tensor) -> AnswerLogProb:
+    """Return the log-probability of an answer, with its reference and its summed log-probability."""
     from furlong.data.tokenize import IGNORE_INDEX
 
     assert sequence.reference is not None  # attached before the first step
     num_tokens = int((sequence.labels[1:] != IGNORE_INDEX).sum())
     reference = float(sequence.reference.sum(dtype="float64"))
-    return Answer(log_prob, reference, num_tokens, sequence.desirable)
+    return AnswerLogProb(log_prob, reference, num_tokens, sequence.desirable)

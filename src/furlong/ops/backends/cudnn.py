@@ -41,7 +41,7 @@ def is_trusted(device: torch.device) -> bool:
     return version > _NEWER_THAN and torch.cuda.get_device_capability(device) in DATA_CENTER
 
 
-class Part(NamedTuple):
+class CallPart(NamedTuple):
     """Rows and keys of one call; `is_fused`: whether it is one of cuDNN."""
 
     rows: slice
@@ -94,7 +94,7 @@ class CUDNN(CUDAFlash):
         return dq, dk, dv
 
     def _part_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, part: Part
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, part: CallPart
     ) -> tuple[Tensor, Tensor]:
         q, k, v = q[:, part.rows], k[:, part.keys], v[:, part.keys]
         block = block.at(part.rows.start, part.keys.start)
@@ -107,7 +107,7 @@ class CUDNN(CUDAFlash):
 
     def _part_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        block: Block, part: Part,
+        block: Block, part: CallPart,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dout, q, out, lse = (x[:, part.rows] for x in (dout, q, out, lse))
         k, v = k[:, part.keys], v[:, part.keys]
@@ -120,14 +120,14 @@ class CUDNN(CUDAFlash):
         return found
 
 
-def parts_of(num_rows: int, num_keys: int, block: Block) -> list[Part]:
+def parts_of(num_rows: int, num_keys: int, block: Block) -> list[CallPart]:
     """Calls that together compute a block; calls on the same rows are consecutive.
 
     A full block is cut into rows and keys, a causal square into squares and the full blocks left of
     them. The last rows and the last keys go to FlashAttention. Rows that see all keys come first,
     so that their gradients initialise dk and dv, to which other rows add.
     """
-    everything = Part(slice(0, num_rows), slice(0, num_keys), is_fused=False)
+    everything = CallPart(slice(0, num_rows), slice(0, num_keys), is_fused=False)
     is_full = block.is_full(num_rows, num_keys)
     takes = not (block.softcap is not None or block.squares or num_rows < _MIN_SIZE)
     if not takes or not (is_full or block.is_causal(num_rows, num_keys)):
@@ -139,13 +139,13 @@ def parts_of(num_rows: int, num_keys: int, block: Block) -> list[Part]:
         return [everything]
     parts = []
     if num_aligned < num_rows:
-        parts.append(Part(slice(num_aligned, num_rows), everything.keys, is_fused=False))
+        parts.append(CallPart(slice(num_aligned, num_rows), everything.keys, is_fused=False))
     every = list(_cut(aligned_keys))
     for number, rows in enumerate(_cut(num_aligned)):
         seen = every if is_full else every[: number + 1]
-        parts += [Part(rows, keys, is_fused=True) for keys in seen]
+        parts += [CallPart(rows, keys, is_fused=True) for keys in seen]
         if is_full and aligned_keys < num_keys:
-            parts.append(Part(rows, slice(aligned_keys, num_keys), is_fused=False))
+            parts.append(CallPart(rows, slice(aligned_keys, num_keys), is_fused=False))
     return parts
 
 

@@ -40,7 +40,7 @@ _LARGE_PROBE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CallKind:
     """Calls that share a backend: they differ in their sizes alone."""
 
     device: torch.device
@@ -53,7 +53,7 @@ class Kind:
     value_width: int | None = None
 
     @classmethod
-    def of(cls, q: Tensor, block: Block) -> Kind:
+    def of(cls, q: Tensor, block: Block) -> CallKind:
         return cls(
             q.device, q.dtype, q.shape[-1], block.window is not None, block.softcap is not None,
             q.stride(0) <= q.stride(1), block.value_width,
@@ -74,8 +74,8 @@ class ProbedBackend(Backend):
     """
 
     def __init__(self) -> None:
-        self._chosen: dict[Kind, Backend] = {}
-        self._untried: dict[Kind, list[Backend]] = {}
+        self._chosen: dict[CallKind, Backend] = {}
+        self._untried: dict[CallKind, list[Backend]] = {}
         self.tally: Tally = Tally()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class ProbedBackend(Backend):
 
     def _call(self, what: str, *given: Any) -> Any:
         q, k = given[:2] if what == "forward" else given[1:3]
-        kind = Kind.of(q, given[-1])
+        kind = CallKind.of(q, given[-1])
         while True:
             if kind not in self._chosen:
                 untried = self._untried.setdefault(kind, candidates(kind))
@@ -110,7 +110,7 @@ class ProbedBackend(Backend):
                 )  # fmt: skip
 
 
-def candidates(kind: Kind) -> list[Backend]:
+def candidates(kind: CallKind) -> list[Backend]:
     """Backends that may serve a kind, the fastest last."""
     if kind.device.type == "cpu":
         return [CPUFlash()]
@@ -125,13 +125,13 @@ def candidates(kind: Kind) -> list[Backend]:
     return found + [x for x in (fourth, flash_3(kind.device)) if x is not None]
 
 
-def fastest(kind: Kind) -> str:
+def fastest(kind: CallKind) -> str:
     """Name of the fastest backend that may serve a kind, without a probe."""
     *_, last = [Reference(), *candidates(kind)]
     return "cuDNN" if isinstance(last, CUDNN) else getattr(last, "name", "the reference")
 
 
-def choose_backend(kind: Kind, untried: list[Backend] | None = None) -> Backend:
+def choose_backend(kind: CallKind, untried: list[Backend] | None = None) -> Backend:
     """Return the last of `untried` (default: all candidates) that agrees with the reference, and
     remove it and those after it from the list; return the reference if none does.
 
@@ -158,7 +158,7 @@ def choose_backend(kind: Kind, untried: list[Backend] | None = None) -> Backend:
     return Reference()
 
 
-def _why_none(kind: Kind) -> str:
+def _why_none(kind: CallKind) -> str:
     """Return why no fused kernel exists for a kind; "" if one does."""
     if kind.dtype not in (torch.bfloat16, torch.float16):
         return "the fused kernels compute in 16 bits, train in bfloat16 to have them"
@@ -167,7 +167,7 @@ def _why_none(kind: Kind) -> str:
     return ""
 
 
-def _probe(backend: Backend, kind: Kind) -> str | None:
+def _probe(backend: Backend, kind: CallKind) -> str | None:
     """Compare a backend with the reference on blocks of a kind; return the fault, or None."""
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(kind.dtype, 3e-2)
     for num_rows, num_keys, block in _probes(
@@ -187,7 +187,7 @@ def _probe(backend: Backend, kind: Kind) -> str | None:
     return None
 
 
-def _drawn(kind: Kind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
+def _drawn(kind: CallKind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
     """Draw q and dout (4, T, H), k and v (2, S, H), with the strides that q and stored K,V have.
 
     A shift that changes no probability makes log-sum-exps as small as massive activations do.
@@ -210,7 +210,7 @@ def _drawn(kind: Kind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
     return q, dout, kv[:, 0].transpose(0, 1), kv[:, 1].transpose(0, 1)
 
 
-def _probes(kind: Kind, *, has_tiles: bool) -> Iterator[tuple[int, int, Block]]:
+def _probes(kind: CallKind, *, has_tiles: bool) -> Iterator[tuple[int, int, Block]]:
     """Yield (rows, keys, block) that cover a kind: with a window, blocks that it cuts, blocks
     inside it, and fewer keys than rows. `has_tiles`: large blocks take other kernels."""
     softcap = 20.0 if kind.is_capped else None
