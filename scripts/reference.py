@@ -12,7 +12,7 @@ from pathlib import Path
 
 from furlong.config.foreign import foreign_table
 from furlong.config.schema import all_keys, section_of
-from furlong.config.sources import default_of, values_of
+from furlong.config.sources import default_of, values_in_words
 
 PAGE = Path(__file__).parents[1] / "docs/reference.md"
 _HEAD = """\
@@ -45,7 +45,7 @@ def reference() -> str:
         if section_of(field):
             sections[key] = []
         else:
-            values = values_of(key).replace("|", "\\|")
+            values = values_in_words(key).replace("|", "\\|")
             default = default_of(key).removeprefix("default: ")
             default = default if field.is_required() else f"`{default}`"
             what = " ".join(str(field.description).split())

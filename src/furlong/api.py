@@ -51,7 +51,7 @@ from furlong.runtime.step import (
     with_draw,
 )
 from furlong.runtime.two_phase import (
-    Gradients,
+    GradientMode,
     may_share,
     token_values,
 )
@@ -304,7 +304,7 @@ class Engine:
         options: ChunkOptions,
         fn: TokenFunction | None = None,
         *,
-        gradients: Gradients = "returned",
+        gradients: GradientMode = "returned",
         share_prompts: bool = True,
         watch: Callable[[], None] = _nothing,
     ) -> list[Tensor]:
@@ -339,7 +339,7 @@ class Engine:
         sequences: Sequence[Mapping[str, Tensor]],
         options: ChunkOptions,
         *,
-        gradients: Gradients = "returned",
+        gradients: GradientMode = "returned",
         share_prompts: bool = True,
     ) -> list[Tensor]:
         """Return differentiable final hidden states (T, D) of each sequence, for a custom head; see

@@ -7,7 +7,7 @@ import pytest
 from helpers.shapes import shape_of_values, with_windows
 from papers.chunkflow_plan import plan_chunkflow
 
-from furlong.cost.memory import KINDS, PARTS, PlanMemory
+from furlong.cost.memory import PARTS, TENSOR_KINDS, PlanMemory
 from furlong.cost.training import Training
 from furlong.plan.passes import kv_frees, passes
 from furlong.plan.plan import Offload, Reduce
@@ -20,7 +20,7 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 64, "head_dim": HEAD_DIM,
     "num_attention_heads": 4, "num_key_value_heads": HEADS, "vocab_size": 90,
 }  # fmt: skip
-KV, GRADIENTS = KINDS.index("kv"), KINDS.index("kv_gradients")
+KV, GRADIENTS = TENSOR_KINDS.index("kv"), TENSOR_KINDS.index("kv_gradients")
 
 
 class Driven:

@@ -9,7 +9,7 @@ from helpers.shapes import shape_of_values
 
 import furlong
 from furlong.cost.machine import Machine
-from furlong.cost.memory import KINDS, PARTS
+from furlong.cost.memory import PARTS, TENSOR_KINDS
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.kv.store import StateStore
@@ -77,7 +77,7 @@ def test_states_are_offloaded_with_keys_and_values():
     on_device = states_of(plan)
     assert on_device.max() == 2 * STATE < states_of(planned(num_retained=0)).max()
     moved = memory.curve(plan, 0).traffic
-    kv = KINDS.index("kv")
+    kv = TENSOR_KINDS.index("kv")
     forwards = [i for i, a in enumerate(plan.actions[0]) if isinstance(a, Forward)]
     assert moved.written[forwards[0], kv] >= STATE
     assert moved.read[forwards[1], kv] >= STATE

@@ -19,10 +19,10 @@ from furlong.data import cache
 from furlong.data.cache import (
     ReferenceLogProbs,
     TokenizedSource,
+    creating_folder,
     read_arrays,
     status_key,
     write_tokens,
-    writing,
 )
 from furlong.data.records import SourceRecord
 from furlong.data.sources import Listing, SourceFile
@@ -145,7 +145,7 @@ def test_a_disk_without_space_is_told(place: Path, limit_bytes: int) -> None:
     try:
         with (
             pytest.raises(ConfigError, match=r"File too large[\s\S]*make room"),
-            writing(place.parents[1]),
+            creating_folder(place.parents[1]),
         ):
             write_tokens(place, sequences(), {})
     finally:
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_made_is_told(
     monkeypatch.setenv("HOME", "/proc/nope")
     with pytest.raises(ConfigError, match=r"set data\.cache_dir"):
         folder = cache.cache_folder(given)
-        with writing(folder):
+        with creating_folder(folder):
             write_tokens(folder / "key", [], {})
 
 

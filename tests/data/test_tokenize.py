@@ -17,7 +17,13 @@ from furlong.config.schema import DataConfig, Format
 from furlong.data import tokenize
 from furlong.data.formats import Reading, encode
 from furlong.data.records import BLANK, Notes, SourceRecord
-from furlong.data.tokenize import Encoded, Sequence, fingerprint, load_tokenizer, token_in_words
+from furlong.data.tokenize import (
+    Encoded,
+    Sequence,
+    load_tokenizer,
+    token_in_words,
+    tokenizer_checksum,
+)
 from furlong.errors import ConfigError, DataError
 
 TURNS = [
@@ -183,18 +189,18 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
 
 def test_the_fingerprint_follows_what_decides_ids(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
-    before = fingerprint(tokenizer)
+    before = tokenizer_checksum(tokenizer)
     # A call sets truncation and padding; where it was loaded from does not matter.
     tokenizer(["a", "bc"], padding=False, truncation=True, max_length=3)
-    assert fingerprint(tokenizer) == before
+    assert tokenizer_checksum(tokenizer) == before
     tokenizer.save_pretrained(tmp_path / "one")
     tokenizer.save_pretrained(tmp_path / "two")
     one, two = (load_tokenizer(str(tmp_path / name)) for name in ("one", "two"))
-    assert fingerprint(one) == fingerprint(two)
+    assert tokenizer_checksum(one) == tokenizer_checksum(two)
     others = [byte_tokenizer(CHATML_WITH_TAGS), word_tokenizer(), word_tokenizer("<s> $A")]
-    assert len({before, *map(fingerprint, others)}) == 4
+    assert len({before, *map(tokenizer_checksum, others)}) == 4
     one.eos_token = "<|im_end|>"
-    assert fingerprint(one) != fingerprint(two)
+    assert tokenizer_checksum(one) != tokenizer_checksum(two)
 
 
 def test_a_sequence_counts_what_is_learnt() -> None:
@@ -368,7 +374,7 @@ def test_token_ids_need_no_tokenizer_and_texts_are_refused_without_one(tmp_path:
     tokenizer = load_tokenizer(str(tmp_path), is_needed=False)
     (sequence,), _ = run([{"input_ids": [1, 2]}], tokenizer, "tokens")
     assert sequence.input_ids.tolist() == [1, 2]
-    fingerprint(tokenizer)
+    tokenizer_checksum(tokenizer)
     assert token_in_words(7, tokenizer) == "token id 7"
     for record, format in (({"text": "a"}, "text"), ({"messages": TURNS}, "chat")):
         with pytest.raises(ConfigError) as caught:

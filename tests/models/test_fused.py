@@ -18,7 +18,7 @@ from furlong.config.schema import ModelConfig
 from furlong.models import fused
 from furlong.models.decoder import HFDecoder
 from furlong.testing import reference_loss, take_grads, worst_relative_error
-from furlong.train.build import fused as as_run
+from furlong.train.build import with_kernels as as_run
 
 OPTIONS = furlong.ChunkOptions(size=8, keep="attention", num_retained=0)
 

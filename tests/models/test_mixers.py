@@ -19,7 +19,7 @@ from furlong.families import Family
 from furlong.kv.store import StateStore
 from furlong.models import mixers
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import Current, SliceCache, SliceRows, in_batches, own_forward
+from furlong.models.mixers import Current, SliceCache, SliceRows, in_batches, mixer_forward
 from furlong.models.placeholders import PlaceholderLayer, hold, placeholders
 from furlong.ops.backends.select import ProbedBackend
 from furlong.planners.orders import plan_on_device
@@ -188,7 +188,7 @@ def test_a_mixer_with_a_forward_of_its_own_is_refused():
     mixer = Mixer()
     mixer.forward = lambda x: x + 1
     with pytest.raises(UnsupportedModelError, match="put into this instance"):
-        own_forward(mixer, Current())
+        mixer_forward(mixer, Current())
 
 
 def test_the_model_is_as_it_was_after_an_error(monkeypatch):

@@ -181,7 +181,7 @@ SIZES = [
 @pytest.mark.parametrize("num_rows, num_keys, share, block", SIZES)
 def test_cudnn_takes_what_torch_would_give_it_at_sizes_that_recur(num_rows, num_keys, share, block):
     """`share`: of the pairs of a full block, and about of a square's."""
-    parts = cudnn.parts_of(num_rows, num_keys, block)
+    parts = cudnn.split_calls(num_rows, num_keys, block)
     fused, pairs = 0, 0
     for rows, keys, is_fused in parts:
         size = rows.stop - rows.start, keys.stop - keys.start
@@ -192,7 +192,7 @@ def test_cudnn_takes_what_torch_would_give_it_at_sizes_that_recur(num_rows, num_
     assert share <= 1.03 * fused / pairs and (share < 1 or fused == pairs) and (share or not fused)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not any(part.is_fused for part in cudnn.parts_of(num_rows, num_keys, block))
+        assert not any(part.is_fused for part in cudnn.split_calls(num_rows, num_keys, block))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -202,7 +202,7 @@ def test_blocks_of_many_lengths_share_few_plans():
     for number in range(1, 1_000_000, 997):
         for block in (Block(number, 0.3), Block(0, 0.3)):
             rows = 8192 if block.distance else number
-            for part in cudnn.parts_of(rows, number, block):
+            for part in cudnn.split_calls(rows, number, block):
                 if part.is_fused and (block.distance or part.rows == part.keys):
                     shapes.add((bool(block.distance), part.keys.stop - part.keys.start))
     assert len(shapes) <= 2 * 120  # of keys, and of squares
@@ -453,7 +453,9 @@ def test_the_probe_covers_windows_and_packed_slices(
 ):
     def fault(own=backend):
         with EmulatedCUDA():
-            kind = CallKind(torch.device("cpu"), torch.float64, 16, is_windowed, False, is_token_major)
+            kind = CallKind(
+                torch.device("cpu"), torch.float64, 16, is_windowed, False, is_token_major
+            )
             return select._probe(own(), kind)
 
     assert fault() is None

@@ -14,7 +14,7 @@ from furlong.config.schema import DataConfig, LoraConfig, ModelConfig, RunConfig
 from furlong.cost.machine import Machine
 from furlong.cost.shape import model_shape
 from furlong.ops.attention import AttentionRule, Gathered, SliceAttention
-from furlong.ops.backends.cudnn import parts_of
+from furlong.ops.backends.cudnn import split_calls
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.rows import rows_of
 from furlong.plan.segments import segment_tokens
@@ -51,7 +51,7 @@ class Counting:
         self.pairs: Counter[bool] = Counter()
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, _: Any, block: Any) -> Any:
-        for rows, keys, is_fused in parts_of(q.shape[1], k.shape[1], block):
+        for rows, keys, is_fused in split_calls(q.shape[1], k.shape[1], block):
             own = block if block.squares else block.at(rows.start, keys.start)
             pairs = own.num_pairs(rows.stop - rows.start, keys.stop - keys.start)
             self.pairs[is_fused] += pairs * q.shape[0]

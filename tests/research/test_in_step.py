@@ -17,7 +17,7 @@ from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
-from furlong.plan.passes import directions
+from furlong.plan.passes import layer_directions
 from furlong.plan.plan import Backward, Chunk, Forward, Slice
 from furlong.plan.text import format_action, format_chunk
 from furlong.planners.chunks import chunk_by_chunk
@@ -48,7 +48,9 @@ def test_any_replicas_on_one_stage_go_in_step(seq_lens, dp_size, option):
         plan_chunkflow([seq_lens[i] for i in own], option, stages=(NUM_LAYERS,)) for own in dealt
     ]
     joined = join_in_step(plans, dealt, seq_lens, MODEL)  # checks it
-    ways = {tuple(filter(None, directions(joined, rank))) for rank in range(len(joined.actions))}
+    ways = {
+        tuple(filter(None, layer_directions(joined, rank))) for rank in range(len(joined.actions))
+    }
     assert len(ways) == 1
     for plan, actions in zip(plans, joined.actions, strict=True):
         own = [type(a) for a in actions if _is_real(joined, a)]

@@ -18,7 +18,7 @@ from furlong.errors import ConfigError
 from furlong.models.decoder import HFDecoder
 from furlong.models.support import compiled_in_place
 from furlong.testing import reference_loss, take_grads, worst_relative_error
-from furlong.train.build import fused
+from furlong.train.build import with_kernels
 from furlong.train.kernels import put_kernels
 
 
@@ -87,5 +87,5 @@ def test_layers_are_compiled_where_the_run_says_so(compiled: bool) -> None:
     settings = ModelConfig(name="any", compile=compiled)
     model = build("llama")
     config: Any = SimpleNamespace(model=settings, data=SimpleNamespace(max_seq_len=8))
-    assert fused(config, model, torch.device("cpu")) is model
+    assert with_kernels(config, model, torch.device("cpu")) is model
     assert len(compiled_in_place(model)) == 3 * compiled

@@ -19,7 +19,9 @@ from furlong.train.objective import AnswerLogProb, AnswerLoss, KTOLoss, PairLoss
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-def answers_of(models: tuple[Any, Any], ids: Tensor, mask: Tensor, wanted: Any) -> list[AnswerLogProb]:
+def answers_of(
+    models: tuple[Any, Any], ids: Tensor, mask: Tensor, wanted: Any
+) -> list[AnswerLogProb]:
     """The answers of rows (B, T) whose tokens under `mask` are an answer's, by one forward each."""
     found = []
     for row, own, is_wanted in zip(ids, mask.bool(), wanted, strict=True):

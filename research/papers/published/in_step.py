@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from furlong.cost.model import CostModel
-from furlong.plan.passes import directions
+from furlong.plan.passes import layer_directions
 from furlong.plan.plan import COMPUTING, Action, Backward, Chunk, ChunkPlan, Computing, Forward
 from furlong.planners.orders import join_replicas
 
@@ -60,7 +60,7 @@ def _groups(plan: ChunkPlan, model: CostModel) -> list[_Group]:
     costs = model.costs(plan)
     walked = [
         (action, way[0] if way else "")
-        for action, way in zip(plan.actions[0], directions(plan, 0), strict=True)
+        for action, way in zip(plan.actions[0], layer_directions(plan, 0), strict=True)
         if isinstance(action, COMPUTING)
     ]
     last = {action.chunk: index for index, (action, _) in enumerate(walked)}

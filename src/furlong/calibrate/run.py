@@ -43,7 +43,7 @@ from furlong.kv.pools import Storage
 from furlong.models.build import build_model, read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
-from furlong.models.shrink import cut_layers
+from furlong.models.shrink import keep_layers
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.distributed.mesh import gpu_of
@@ -154,7 +154,7 @@ def config_of(name: str) -> Any:
 def own_config(config: Any, num_layers: int) -> Any:
     """Return the config with few layers and a small vocabulary, without dropout."""
     values = copy.deepcopy(config.to_dict())
-    cut_layers(config, values, range(min(config.num_hidden_layers, num_layers)))
+    keep_layers(config, values, range(min(config.num_hidden_layers, num_layers)))
     for key, value in values.items():
         if ("dropout" in key or "pdrop" in key) and isinstance(value, float):
             values[key] = 0.0
@@ -338,7 +338,7 @@ def calibrate(
 _OF_TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-def device_of(name: str) -> torch.device:
+def named_device(name: str) -> torch.device:
     """Return the device named `auto`, `cpu` or `cuda`.
 
     Raises ConfigError for `cuda` without a GPU, and for a process of torchrun that has none.

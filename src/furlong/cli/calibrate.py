@@ -32,11 +32,11 @@ def run(arguments: Sequence[str]) -> int:
     # torch and transformers are loaded when the command line has been found sound.
     tell_loading()
     from furlong.calibrate.measure import processes
-    from furlong.calibrate.run import calibrate, config_of, default_config, device_of
+    from furlong.calibrate.run import calibrate, config_of, default_config, named_device
     from furlong.kv.disk import NamelessFile
     from furlong.runtime.profile import machine_of
 
-    device = device_of(chosen.device)
+    device = named_device(chosen.device)
     out = chosen.out or machine_of(device).calibration_file(dtype)
     check_place(out)
     folder = Path(disk_dir).expanduser()

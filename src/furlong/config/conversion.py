@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from furlong.config.foreign import Kind, Verdict, answer_to, foreign_table
-from furlong.config.messages import config_error, key_of, meet
+from furlong.config.messages import config_error, key_at, meet
 from furlong.config.recipes import Recipe, file_near
 from furlong.config.schema import RunConfig, all_keys, words_of
 from furlong.config.sources import check_sections, put, read_yaml
@@ -272,7 +272,7 @@ def _finish(made: Conversion) -> None:
 def _give_up(made: Conversion, error: ErrorDetails) -> bool:
     """Remove a value that the schema refuses, the first of several, and return whether there is
     one. Raises ConfigError for a value that only the user can fix."""
-    keys = error.get("ctx", {}).get("keys", key_of(error["loc"])).split(" and ")
+    keys = error.get("ctx", {}).get("keys", key_at(error["loc"])).split(" and ")
     found = [key for own in keys for key in made.run if meet(key, own)]
     if not found or error["type"] == "missing":
         return False
@@ -283,7 +283,7 @@ def _give_up(made: Conversion, error: ErrorDetails) -> bool:
     made.remarks.pop(target, None)
     reason = foreign_table()["otherwise"].get(target, f"{target} takes {words}, not {value!r}")
     if error["type"] == "extra_forbidden":
-        reason = f"there is no {key_of(error['loc'])}"
+        reason = f"there is no {key_at(error['loc'])}"
     elif error["type"] == "told":
         reason = f"{target}: {words}"
     kind: Kind = "lost" if target.startswith(_ASIDE) else "refused"

@@ -34,7 +34,7 @@ def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> 
     by_key: dict[str, list[ErrorDetails]] = {}
     # A misspelled key comes before the missing key that it was meant to be.
     for error in sorted(errors, key=lambda error: error["type"] != "extra_forbidden"):
-        by_key.setdefault(key_of(error["loc"]), []).append(error)
+        by_key.setdefault(key_at(error["loc"]), []).append(error)
     is_bare = file == NO_FILE and not any(flag[2:] in all_keys() for flag in flags)
     if is_bare and all(own[0]["type"] == "missing" for own in by_key.values()):
         return refusal(
@@ -198,7 +198,7 @@ def meet(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
-def key_of(location: tuple[int | str, ...]) -> str:
+def key_at(location: tuple[int | str, ...]) -> str:
     """Return the key at a location of pydantic, which ends with branches of unions: `chunks.size`
     for `("chunks", "size", "literal['auto']")`."""
     key = ""

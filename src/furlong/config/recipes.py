@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from furlong.config.foreign import answer_to, foreign_table
-from furlong.config.sources import read_text, read_yaml
+from furlong.config.sources import file_text, read_yaml
 from furlong.errors import ConfigError, refusal
 
 Dialect = Literal[
@@ -63,7 +63,7 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
 
     `command`: the number, from 1, of one of several commands in a script. Raises ConfigError.
     """
-    text = read_text(file, "a recipe")
+    text = file_text(file, "a recipe")
     if file.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch"):
         return _of_script(file, text, command)
     if file.suffix.lower() not in (".yaml", ".yml", ".json"):
@@ -105,7 +105,7 @@ def file_near(file: Path, path: str) -> Path | None:
 def _read_deepspeed(keys: dict[str, Any], file: Path) -> None:
     name = keys.get("deepspeed")
     if isinstance(name, str) and (found := file_near(file, name)):
-        keys["deepspeed"] = _mapping_of(found, read_text(found, "a file of DeepSpeed"))
+        keys["deepspeed"] = _mapping_of(found, file_text(found, "a file of DeepSpeed"))
 
 
 def _resolved(value: Any, keys: Mapping[str, Any]) -> Any:
@@ -261,7 +261,7 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
     for name, flags in (("config", keys), ("config_file", launch)):
         if isinstance(named := flags.pop(name, None), str):  # a recipe, or accelerate's settings
             inner = file_near(file, named) or Path(named)
-            values = _mapping_of(inner, read_text(inner, f"the file of --{name}"))
+            values = _mapping_of(inner, file_text(inner, f"the file of --{name}"))
             if name == "config":
                 dialect = dialect or _dialect_of(values)
                 values = _keys_of(values, dialect, flags)

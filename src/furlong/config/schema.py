@@ -1030,18 +1030,18 @@ def keys_below(key: str) -> list[str]:
     return [name for outer, _, name in names if outer == key]
 
 
-def kinds_of(annotation: Any) -> list[Any]:
+def types_of(annotation: Any) -> list[Any]:
     """Return the types in a union, or a list of the one type."""
     if get_origin(annotation) is Annotated:
-        return kinds_of(get_args(annotation)[0])
+        return types_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [kind for one in get_args(annotation) for kind in kinds_of(one)]
+        return [kind for one in get_args(annotation) for kind in types_of(one)]
     return [annotation]
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """Return the class of a key's section, also of one that may be null; None for a leaf."""
-    kinds = kinds_of(field.annotation)
+    kinds = types_of(field.annotation)
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 

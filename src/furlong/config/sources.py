@@ -19,7 +19,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 
 from furlong.config.messages import NO_FILE, config_error, example_of, no_section, unknown_flags
-from furlong.config.schema import RunConfig, Source, all_keys, keys_below, kinds_of, section_of
+from furlong.config.schema import RunConfig, Source, all_keys, keys_below, types_of, section_of
 from furlong.errors import in_short, refusal
 
 
@@ -60,7 +60,7 @@ def is_run_file(name: str) -> bool:
     return isinstance(values, dict) and {"model", "data"} <= values.keys()
 
 
-def read_text(file: Path, noun: str) -> str:
+def file_text(file: Path, noun: str) -> str:
     """Return the text of a file. Raises ConfigError, in which `noun` says what file it is."""
     try:
         return file.read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def read_text(file: Path, noun: str) -> str:
 
 def read_run_file(file: str) -> dict[str, Any]:
     """Return the values in a run file, in sections. Raises ConfigError."""
-    text = read_text(Path(file), "a run file")
+    text = file_text(Path(file), "a run file")
     values = read_yaml(text, file, "mend the line that is named")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         kind = "unnamed keys" if isinstance(values, dict) else f"a {type(values).__name__}"
@@ -155,7 +155,7 @@ def read_flags(parser: FlagParser, arguments: Sequence[str]) -> RunFlags:
             help = f"{field.description} ({default_of(key)})".replace("%", "%%")
         if f"--{key}" not in own:
             groups[outer].add_argument(
-                f"--{key}", action="append", default=[], metavar=values_of(key), help=help
+                f"--{key}", action="append", default=[], metavar=values_in_words(key), help=help
             )
     parsed = vars(parser.parse_args(arguments))
     texts = {key: parsed.pop(key) for key in all_keys() if f"--{key}" not in own}
@@ -164,11 +164,11 @@ def read_flags(parser: FlagParser, arguments: Sequence[str]) -> RunFlags:
     return RunFlags(values, names, argparse.Namespace(**parsed))
 
 
-def values_of(key: str) -> str:
+def values_in_words(key: str) -> str:
     """Return the values that a key takes, as `--help` shows them."""
     example = example_of(key)
     words: list[str] = []
-    for kind in kinds_of(all_keys()[key].annotation):
+    for kind in types_of(all_keys()[key].annotation):
         if get_origin(kind) is Literal:
             words += map(str, get_args(kind))
         elif kind is int and example.endswith("iB"):
@@ -182,7 +182,7 @@ def values_of(key: str) -> str:
 
 def _word_of(kind: Any) -> str:
     if get_origin(kind) is tuple:
-        return "[" + ",".join(_word_of(kinds_of(one)[0]) for one in get_args(kind)) + "]"
+        return "[" + ",".join(_word_of(types_of(one)[0]) for one in get_args(kind)) + "]"
     if kind is Ellipsis:
         return "..."
     known: dict[Any, str] = {
@@ -207,7 +207,7 @@ def default_of(key: str) -> str:
 def _value(key: str, texts: Sequence[str]) -> Any:
     """Return the value of a flag; a list may be given as several flags, or with commas. Raises
     ConfigError, also for a plain value in the place of a section."""
-    kinds = kinds_of(all_keys()[key].annotation)
+    kinds = types_of(all_keys()[key].annotation)
     if any(get_origin(kind) is tuple for kind in kinds):
         items: list[Any] = []
         for text in texts:

@@ -48,7 +48,7 @@ ASSUMED_ERROR = {"cuda": 0.5, "cpu": 2.0}
 """Relative error of predicted seconds while rates are assumed, by type of device: a guess. Using
 published rates of kernels instead changed predicted steps on GPUs by factors of 1.3 to 1.5; for a
 CPU's cores there are no such figures."""
-VERSION = 1
+CALIBRATION_VERSION = 1
 """Version of a calibration file."""
 CONTEXT_BYTES = 2**29
 """Assumed bytes of a card that driver and context use before a model is loaded."""
@@ -280,7 +280,8 @@ class Machine:
         """Write the measurements to a file for `calibrated`."""
         links = {n: of for n, of in self.measurements.items() if isinstance(of, Link)}
         values = {
-            "version": VERSION, "hardware": self.name, "machine": self.card, "dtype": dtype,
+            "version": CALIBRATION_VERSION, "hardware": self.name, "machine": self.card,
+            "dtype": dtype,
             **{n: of for n, of in self.measurements.items() if n not in links}, "links": links,
         }  # fmt: skip
         write_text(Path(file), json.dumps(values, indent=2, default=asdict) + "\n")
@@ -306,7 +307,7 @@ def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
     source, again = f"the calibration file {file}", "run furlong calibrate again"
     values = read_object(file, source=source, change=again)
     try:
-        if (version := values.pop("version", None)) != VERSION:
+        if (version := values.pop("version", None)) != CALIBRATION_VERSION:
             raise ValueError(f"version {version}")
         values.pop("measured_on", None)  # of older files
         made_for = {name: str(values.pop(name)) for name in ("hardware", "machine", "dtype")}

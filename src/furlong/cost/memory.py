@@ -72,7 +72,7 @@ from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
 TensorKind = Literal["kv", "kv_gradients", "inputs", "attention", "graphs"]
 """Kinds of memory that can be offloaded."""
-KINDS: tuple[TensorKind, ...] = get_args(TensorKind)
+TENSOR_KINDS: tuple[TensorKind, ...] = get_args(TensorKind)
 MemoryPart = Literal[
     "weights", "gradients", "optimizer", "activations", "kv", "kv_gradients", "states", "logits",
     "buffers",
@@ -110,7 +110,7 @@ class PlanTraffic:
 
     def to_json(self) -> dict[TensorKind, dict[str, Any]]:
         """Return the target and the bytes read and written of each kind with any copies."""
-        sums = zip(KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
+        sums = zip(TENSOR_KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
         moved = {kind: (round(float(read)), round(float(written))) for kind, read, written in sums}
         return {
             kind: {"offload": target_of(self.offload, kind), "read_bytes": r, "written_bytes": w}
@@ -120,7 +120,7 @@ class PlanTraffic:
 
     def of(self, target: OffloadTarget) -> list[int]:
         """Return the columns of the kinds that are offloaded to a target."""
-        return [i for i, kind in enumerate(KINDS) if target_of(self.offload, kind) == target]
+        return [i for i, kind in enumerate(TENSOR_KINDS) if target_of(self.offload, kind) == target]
 
 
 def target_of(offload: Offload, kind: TensorKind) -> OffloadTarget:
@@ -490,9 +490,11 @@ class _RankMemory:
         """Bytes on the device during the current action only."""
         self._held: dict[tuple[str, int, int], tuple[OffloadTarget, MemoryPart, float]] = {}
         """(name in `_HELD`, chunk, stage) -> target, part and bytes."""
-        self._offload: dict[str, OffloadTarget] = {k: target_of(plan.offload, k) for k in KINDS}
-        self._columns = {k: i for i, k in enumerate(KINDS) if self._offload[k] != "none"}
-        self._moved = [[0.0] * len(KINDS) for _ in range(4)]
+        self._offload: dict[str, OffloadTarget] = {
+            k: target_of(plan.offload, k) for k in TENSOR_KINDS
+        }
+        self._columns = {k: i for i, k in enumerate(TENSOR_KINDS) if self._offload[k] != "none"}
+        self._moved = [[0.0] * len(TENSOR_KINDS) for _ in range(4)]
         """Bytes read, bytes written, reads and writes of the current action, by kind."""
         self._largest = 0.0
         """Bytes of the largest tensor offloaded to the CPU."""
@@ -513,7 +515,7 @@ class _RankMemory:
         count, staged_in = len(self._actions), self._offload["kv"] == "cpu"
         used: list[list[float]] = []
         lower: list[list[float]] = []
-        staged, moved = np.zeros(count), np.zeros((count, 4, len(KINDS)))
+        staged, moved = np.zeros(count), np.zeros((count, 4, len(TENSOR_KINDS)))
         computed, nothing = passes(self._plan, self._rank), dict.fromkeys(PARTS, 0.0)
         for i, (action, what) in enumerate(zip(self._actions, computed, strict=True)):
             self._index = i
@@ -524,7 +526,10 @@ class _RankMemory:
                 if staged_in:
                     staged[i] = self._passing["kv"] + self._passing["kv_gradients"]
                 if self._columns:
-                    moved[i], self._moved = self._moved, [[0.0] * len(KINDS) for _ in range(4)]
+                    moved[i], self._moved = (
+                        self._moved,
+                        [[0.0] * len(TENSOR_KINDS) for _ in range(4)],
+                    )
                 self._passing = nothing.copy()
             else:
                 used.append([*self._device.values()])

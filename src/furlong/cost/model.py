@@ -37,7 +37,7 @@ from furlong.cost.seconds import (
     StageSeconds,
     cell_parts,
     chunk_table,
-    parts_of,
+    pass_parts,
 )
 from furlong.cost.shape import LayerShape, ModelShape
 from furlong.cost.training import Training
@@ -199,7 +199,7 @@ class PlanCosts:
         for rank, actions in enumerate(plan.actions):
             for action, what in zip(actions, passes(plan, rank), strict=True):
                 if isinstance(action, COMPUTING):
-                    found = parts_of(what, plan.stages[action.stage])
+                    found = pass_parts(what, plan.stages[action.stage])
                     self._parts[type(action), action.chunk, action.stage] = found
                 if isinstance(action, Forward):
                     self._firsts.setdefault((action.stage, rank), action)

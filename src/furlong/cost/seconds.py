@@ -76,7 +76,7 @@ class PassPart:
 
 
 @cache
-def parts_of(what: Pass, height: int) -> tuple[PassPart, ...]:
+def pass_parts(what: Pass, height: int) -> tuple[PassPart, ...]:
     """Return the parts of a pass over a stage of `height` layers."""
     match what.computes:
         case "nothing":
@@ -101,7 +101,7 @@ def cell_parts(
     graph = Pass("graph", recompute_layers=recompute_layers)
     is_last = stage == len(stages) - 1
     backward = Pass("backward", recompute_layers=recompute_layers, loss=is_last)
-    return parts_of(graph, stages[stage]), parts_of(backward, stages[stage])
+    return pass_parts(graph, stages[stage]), pass_parts(backward, stages[stage])
 
 
 Hidden = Literal["all-to-all", "gathers", "streams"]

@@ -47,7 +47,7 @@ from furlong.errors import ConfigError
 from furlong.files import checksum, os_errors_told, user_cache, whole_folder, write_json
 
 # 12: texts that begin with BOS, or end with a special token, get no other one.
-VERSION = 13
+CACHE_VERSION = 13
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _MANIFEST = "manifest.json"
@@ -153,7 +153,7 @@ class TokenizedSource:
     @property
     def tokens_key(self) -> str:
         """A checksum of all tokens, labels, files and lines."""
-        return key_of(self.arrays.checksums)
+        return cache_key(self.arrays.checksums)
 
     @property
     def seq_lens(self) -> npt.NDArray[np.int64]:
@@ -210,7 +210,7 @@ def cache_folder(given: str | None) -> Path:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def creating_folder(folder: Path) -> Iterator[None]:
     """Create the cache's folder, and turn an OSError inside the context into a ConfigError."""
     told = partial(
         os_errors_told,
@@ -235,12 +235,12 @@ def status_key(files: Iterable[SourceFile]) -> str:
             times = [status.st_mtime_ns, status.st_ctime_ns]
             parts.append([str(path.resolve()), status.st_size, status.st_ino, *times])
         found.append([file.kind, *parts])
-    return key_of(found)
+    return cache_key(found)
 
 
-def key_of(*parts: object) -> str:
+def cache_key(*parts: object) -> str:
     """Return a checksum of plain values and the version of the cache's format."""
-    return xxhash.xxh3_128_hexdigest(json.dumps([VERSION, *parts]).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps([CACHE_VERSION, *parts]).encode())
 
 
 def write_tokens(
@@ -317,8 +317,8 @@ class ReferenceLogProbs:
                     file.truncate(length * np.dtype(kind).itemsize)
             return kinds, own
 
-        self.folder = folder / "reference" / key_of(own)
-        with writing(folder):
+        self.folder = folder / "reference" / cache_key(own)
+        with creating_folder(folder):
             found = read_arrays(self.folder, "r+")
             if found is None or found.facts != own:
                 found = write_arrays(self.folder, fill, mode="r+")

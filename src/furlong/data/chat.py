@@ -170,7 +170,7 @@ class ChatTemplate:
             (f"set data.chat_template: {name}", self._of(training_templates()[name]), own)
             for name in fitting_templates(self._added.__contains__)
         ]
-        tries.append(("set data.train_on: last", template, last_round(own)))
+        tries.append(("set data.train_on: last", template, only_last_answers(own)))
         first = next((n for n, turn in enumerate(own.turns) if turn["role"] == "assistant"), 0)
         for change, other, conversation in tries:
             with suppress(DataError):
@@ -474,7 +474,13 @@ class _Template:
         return [f"conversations with {remark}" for remark in remarks]
 
     def _writes(
-        self, own: Turns, shape: TurnShape, text: str, number: int, path: tuple[Any, ...], value: Any
+        self,
+        own: Turns,
+        shape: TurnShape,
+        text: str,
+        number: int,
+        path: tuple[Any, ...],
+        value: Any,
     ) -> bool:
         """Return whether replacing a value changes the text, or makes the template fail."""
         changed: Any = deepcopy({"tools": own.tools} if number < 0 else own.turns[number])
@@ -580,7 +586,7 @@ def _as_openai_has_it(turn: Turn) -> Turn:
     return _with_null({**turn, "tool_calls": calls}) if calls else turn
 
 
-def last_round(own: Turns) -> Turns:
+def only_last_answers(own: Turns) -> Turns:
     """Return the conversation with only the answers after the last user message trained on."""
     asked = [n for n, turn in enumerate(own.turns, start=1) if turn["role"] == "user"]
     return replace(own, first=max([own.first, *asked[-1:]]))

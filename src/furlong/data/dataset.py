@@ -21,18 +21,24 @@ from furlong.data.cache import (
     ReferenceLogProbs,
     TokenizedSource,
     cache_folder,
-    key_of,
+    cache_key,
+    creating_folder,
     read_arrays,
     status_key,
     write_tokens,
-    writing,
 )
 from furlong.data.formats import Reading, encode, read_whole
-from furlong.data.loader import Mixture, Units, each_alone, rows_of
+from furlong.data.loader import Mixture, Units, each_alone, sequence_indices
 from furlong.data.pairs import require_answers
 from furlong.data.records import Notes, SourceRecord, left_out, read_records
 from furlong.data.sources import Listing, list_files, printable, unreadable
-from furlong.data.tokenize import IGNORE_INDEX, Encoded, Sequence, fingerprint, token_in_words
+from furlong.data.tokenize import (
+    IGNORE_INDEX,
+    Encoded,
+    Sequence,
+    token_in_words,
+    tokenizer_checksum,
+)
 from furlong.errors import DataError
 from furlong.units import count_words, format_count, format_seconds, plural
 
@@ -287,7 +293,7 @@ class DataSet:
 
     def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
         """Return the lengths of the sequences of the first epoch, in their order."""
-        return self.seq_lens[rows_of(self.units[self.mixture.order(seed, 0)])]
+        return self.seq_lens[sequence_indices(self.units[self.mixture.order(seed, 0)])]
 
     def row(self, seq_id: int) -> tuple[int, int]:
         """Return the number of a sequence's part, and its row in the part."""
@@ -311,7 +317,7 @@ class DataSet:
         order = xxhash.xxh3_128()
         for array in (self._rows, self._begins, self.seq_lens, self.units):
             order.update(array.tobytes())
-        return named | {SEQUENCES: key_of(keys, self.mixture.weights, order.hexdigest())}
+        return named | {SEQUENCES: cache_key(keys, self.mixture.weights, order.hexdigest())}
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Require token ids and labels below `vocab_size`. Raises DataError."""
@@ -447,13 +453,13 @@ def load_data(
     limits = [min(filter(None, (source.limit, settings.limit)), default=None) for source in sources]
     whole = [one for one, most in zip(listings, limits, strict=True) if not (one.slices or most)]
     refuse_repeated(whole, key)
-    known, folder = fingerprint(tokenizer), cache_folder(settings.cache_dir)
+    known, folder = tokenizer_checksum(tokenizer), cache_folder(settings.cache_dir)
     parts: list[TokenizedSource] = []
     for source, listing, most in zip(sources, listings, limits, strict=True):
         own = Reading.of(settings, source, format)
         meant = listing.slices, most
         try:
-            place = folder / "tokens" / key_of(status_key(listing.files), known, own.key, meant)
+            place = folder / "tokens" / cache_key(status_key(listing.files), known, own.key, meant)
         except OSError as error:
             raise unreadable(source.path, key, error) from error
         started_s = time.perf_counter()
@@ -462,7 +468,7 @@ def load_data(
         if arrays is None:
             facts: dict[str, Any] = {}
             encoded = _encoded(listing, tokenizer, own, key, facts, most)
-            with writing(folder):
+            with creating_folder(folder):
                 arrays = write_tokens(place, encoded, facts)
             tokenized_s = time.perf_counter() - started_s
         if settings.join:

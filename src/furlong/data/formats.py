@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from furlong.config.schema import FORMAT_OF_LOSS, DataConfig, Format, Source, refused_kwargs
-from furlong.data.chat import ChatTemplate, Turns, last_round
+from furlong.data.chat import ChatTemplate, Turns, only_last_answers
 from furlong.data.fields import (
     MARKS,
     answers,
@@ -143,7 +143,7 @@ def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...
         return found
     (one,) = found
     if isinstance(one, Turns):
-        own = one if format == "completion" else last_round(one)
+        own = one if format == "completion" else only_last_answers(one)
         return (own,) if answers(own.turns[own.first :]) else EMPTY
     assert isinstance(one, Rendered)
     ((start, stop),) = one.ranges or ((0, 0),)
@@ -274,7 +274,7 @@ class Reading:
                 f"remove the marks ({', '.join(MARKS)}), or set data.train_on to assistant",
             )
         if self.train_on == "last":
-            return last_round(turns)
+            return only_last_answers(turns)
         return replace(turns, is_trained_whole=self.is_trained_whole)
 
 

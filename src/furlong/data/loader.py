@@ -218,7 +218,7 @@ def each_alone(num_sequences: int) -> Units:
     return np.stack([numbers, numbers + 1], axis=1)
 
 
-def rows_of(units: Units) -> npt.NDArray[np.int64]:
+def sequence_indices(units: Units) -> npt.NDArray[np.int64]:
     """Return the indices of the sequences in `units`, unit after unit."""
     counts = units[:, 1] - units[:, 0]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -226,7 +226,7 @@ def rows_of(units: Units) -> npt.NDArray[np.int64]:
 
 
 def _drawn(sequences: Sequences, units: Units) -> tuple[Sequence, ...]:
-    return tuple(sequences[row] for row in rows_of(units).tolist())
+    return tuple(sequences[row] for row in sequence_indices(units).tolist())
 
 
 def with_lookahead(batches: Iterator[Batch], on_next: Callable[[Batch], None]) -> Iterator[Batch]:

@@ -33,7 +33,7 @@ import psutil
 import xxhash
 
 from furlong.config.schema import DataConfig, Source
-from furlong.data.cache import key_of, writing
+from furlong.data.cache import cache_key, creating_folder
 from furlong.data.dataset import (
     SEQUENCES,
     SPLIT,
@@ -49,7 +49,7 @@ from furlong.data.formats import Reading, encode, read_whole
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.records import Notes, SourceRecord, left_out, read_records
 from furlong.data.sources import list_files, printable
-from furlong.data.tokenize import Encoded, Sequence, fingerprint, token_in_words
+from furlong.data.tokenize import Encoded, Sequence, token_in_words, tokenizer_checksum
 from furlong.errors import DataError, LinkError, UserError, reason_of
 from furlong.files import remove_stale
 from furlong.plan.lengths import StepSize
@@ -125,7 +125,7 @@ class SharedBlocks:
         self._folder = folder
         self._reader = None if reader is None else psutil.Process(reader)
         if self._reader is None:
-            with writing(folder):
+            with creating_folder(folder):
                 remove_stale(folder.parent.iterdir())
 
     def block(
@@ -167,7 +167,7 @@ class SharedBlocks:
         """Remove all blocks but those with these keys; call it when a batch starts."""
         if self._reader is None:
             kept = {*keys}
-            with writing(self._folder):
+            with creating_folder(self._folder):
                 os.utime(self._folder)  # so that no other run removes it as stale
                 for place in self._folder.iterdir():
                     if place.name not in kept and not place.name.startswith("."):
@@ -186,7 +186,7 @@ class SharedBlocks:
         head = json.dumps(facts).encode()
         head += b" " * (-len(head) % 8)
         aside = place.with_name(f".{place.name}")
-        with writing(self._folder):
+        with creating_folder(self._folder):
             try:
                 with aside.open("wb") as file:
                     file.writelines([np.int64(len(head)).tobytes(), head])
@@ -335,7 +335,7 @@ class Reader:
         return [self._key_of(start) for start in known]
 
     def _key_of(self, start: Position) -> str:
-        return key_of(self._seed, asdict(start))
+        return cache_key(self._seed, asdict(start))
 
     def _ask(self, start: Position) -> Future[StreamBlock]:
         """Let the thread read the block that starts at a position."""
@@ -485,7 +485,7 @@ class StreamSet:
         """
         self._settings, self._seed, self.say, self._key = settings, seed, say, key
         copied = copy.deepcopy(tokenizer)  # for the thread
-        self._tokenizer = fingerprint(tokenizer)
+        self._tokenizer = tokenizer_checksum(tokenizer)
         self._describe_token = partial(token_in_words, tokenizer=tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._vocab_size: int | None = None
@@ -534,7 +534,7 @@ class StreamSet:
         """Checksums of all that determines the sequences except the contents of the files."""
         settings = self._settings
         named = {
-            f"the names of the files of {named_source(reader.source)}": key_of(
+            f"the names of the files of {named_source(reader.source)}": cache_key(
                 [[file.kind, file.path.name] for file in reader.listing.files]
             )
             for reader in self._readers
@@ -547,7 +547,7 @@ class StreamSet:
             for reader in self._readers
         ]
         others = [settings.max_seq_len, settings.too_long, settings.join, self._seed, BLOCK_TOKENS]
-        return named | {SEQUENCES: key_of([*named.values()], keys, others)}
+        return named | {SEQUENCES: cache_key([*named.values()], keys, others)}
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Require token ids and labels below `vocab_size`.

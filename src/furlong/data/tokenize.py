@@ -337,7 +337,7 @@ def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
     return tokenizer
 
 
-def fingerprint(tokenizer: Any) -> str:
+def tokenizer_checksum(tokenizer: Any) -> str:
     """Return a checksum of all that determines the ids of a text, chat templates included."""
     import tokenizers
     import transformers

@@ -34,7 +34,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from furlong.api import Engine
 from furlong.errors import ConfigError
 from furlong.kv.pools import Storage
-from furlong.models.attention import own_forward
+from furlong.models.attention import forward_as_written
 from furlong.models.support import bare_model, refuse_attention_dropout
 from furlong.ops.loss import IGNORE_INDEX, wide
 from furlong.planners.options import ChunkOptions
@@ -254,7 +254,7 @@ def require_model_loss(trainer: Any) -> None:
         if "fused_lm_head" in inspect.signature(own.base.forward, follow_wrapped=False).parameters:
             given["fused_lm_head"] = True  # TRL's
     state = RNGState.read(own.device)
-    with modes_kept(model), own_forward(own.base, own.max_seq_len):
+    with modes_kept(model), forward_as_written(own.base, own.max_seq_len):
         model.train()
         with replayed(state, own.device):
             logits = own.whole_logits(ids)

@@ -44,7 +44,15 @@ import torch
 from torch import Tensor
 
 from furlong.errors import ConfigError, in_short
-from furlong.kv.arena import MIN_SLAB_BYTES, Arena, Extents, ArenaBlock, Slabs, aligned, poison_bytes
+from furlong.kv.arena import (
+    MIN_SLAB_BYTES,
+    Arena,
+    ArenaBlock,
+    Extents,
+    Slabs,
+    aligned,
+    poison_bytes,
+)
 from furlong.kv.disk import PAGE_BYTES, NamelessFile
 from furlong.plan.plan import Offload, OffloadTarget
 from furlong.units import format_bytes

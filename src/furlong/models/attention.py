@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 
 from furlong.errors import ConfigError
 from furlong.families import ATTENTION_BLOCK, CHUNKED
-from furlong.models.support import COMPILED_CALL, refusal, rope_types
+from furlong.models.support import COMPILED_CALL, rope_types, unsupported
 from furlong.ops.attention import AttentionRule
 from furlong.ops.latent import Expansion
 from furlong.plan.passes import Pass
@@ -180,7 +180,7 @@ def attention(
     ):
         if is_given:
             what = f"passes {what} to its attention"
-            raise refusal(module, what, required, source="the model's attention")
+            raise unsupported(module, what, required, source="the model's attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer = pass_of.layer_of(module)
     block = attention_block(module, layer)
@@ -341,7 +341,7 @@ def chunked_attention(
     """
     AttentionInterface.register(ATTENTION_NAME, attention)
     ours = [(vars(x), "_attn_implementation_internal", ATTENTION_NAME) for x in _configs(base)]
-    with patched(ours), own_forward(base, max_seq_len, compiled), ExitStack() as stack:
+    with patched(ours), forward_as_written(base, max_seq_len, compiled), ExitStack() as stack:
         for module in base.modules():
             if scales_by_position(module) or _has_latents(module):
                 hook = module.register_forward_pre_hook(_give_cache, with_kwargs=True)
@@ -350,7 +350,7 @@ def chunked_attention(
 
 
 @contextmanager
-def own_forward(
+def forward_as_written(
     base: nn.Module, max_seq_len: int | None, compiled: Collection[nn.Module] = ()
 ) -> Iterator[None]:
     """Context manager: run the model uncompiled (except `compiled`), without gradient

@@ -83,7 +83,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _INEXACT = ("F8", "F6", "F4", "C64", "C128")
 
 
-def check_weights(source: str, *, are_packed: bool = False) -> None:
+def check_weight_files(source: str, *, are_packed: bool = False) -> None:
     """Raise ConfigError unless the safetensors files of a folder are all there, readable and whole.
     Those of a hub id are downloaded later. `are_packed`: in 4 bits, as config.json says."""
     folder = Path(source)
@@ -829,7 +829,7 @@ def _load_weights(
         named["device_map"] = {"": "cpu"}  # there, so that the codes are the same everywhere
     elif is_empty:
         named["device_map"] = {"": "meta"}
-    check_weights(source, are_packed=is_packed)
+    check_weight_files(source, are_packed=is_packed)
     check_generation(source, revision)
     opened: Any = AutoModelForCausalLM
     others: dict[str, nn.Module] = {}
@@ -1027,7 +1027,7 @@ def check_model(
     is_packed = getattr(config, "quantization_config", None) is not None
     if init == "pretrained":
         check_packed(config, source, quantize, has_adapters=has_adapters)
-        check_weights(source, are_packed=is_packed)
+        check_weight_files(source, are_packed=is_packed)
         check_generation(source, revision)
     if changes:
         whole = model_of_config(plain, source, dtype=torch.float32)

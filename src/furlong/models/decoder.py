@@ -35,8 +35,8 @@ from furlong.models.attention import (
     cache_argument,
     called_within,
     chunked_attention,
+    forward_as_written,
     hooked,
-    own_forward,
     patched,
 )
 from furlong.models.fused import Agreed, fused
@@ -44,10 +44,10 @@ from furlong.models.mixers import (
     NUM_TOKENS,
     Called,
     EmptyCache,
-    TokenMixing,
     Mixer,
     Probed,
     SliceCache,
+    TokenMixing,
     inputs_of,
     relaying,
     watching,
@@ -432,7 +432,7 @@ class HFDecoder:
 
     def _outside(self, run: Callable[[], Tensor]) -> Tensor:
         """Run with the model's own attention and return the only sequence (T, any)."""
-        with own_forward(self.base, self.max_seq_len):
+        with forward_as_written(self.base, self.max_seq_len):
             return call_root(self.base, run)[0]
 
     def stays_float32(self, compute_dtype: torch.dtype) -> list[nn.Parameter]:

@@ -232,7 +232,7 @@ class Current:
     """Scans of the slice so far: some mixers scan their heads one by one."""
 
 
-def own_forward(module: nn.Module, current: Current) -> Callable[..., Any]:
+def mixer_forward(module: nn.Module, current: Current) -> Callable[..., Any]:
     """Return a mixer's forward, with scans that start from the state that enters the slice.
 
     Raises:
@@ -417,7 +417,7 @@ def relaying(mixers: Sequence[Mixer]) -> Iterator[None]:
 
 def _sliced(mixer: Mixer) -> Callable[..., Any]:
     current = Current()
-    return partial(_forward, mixer, own_forward(mixer.module, current), current)
+    return partial(_forward, mixer, mixer_forward(mixer.module, current), current)
 
 
 def _forward(

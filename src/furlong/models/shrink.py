@@ -127,7 +127,7 @@ def shown_layers(config: Any) -> Sequence[int]:
     return seen if is_listed else range(min(before, MAX_LAYERS))
 
 
-def cut_layers(config: Any, values: dict[str, Any], kept: Sequence[int]) -> None:
+def keep_layers(config: Any, values: dict[str, Any], kept: Sequence[int]) -> None:
     """Restrict the values of a transformers config to the layers `kept`, in place: the number of
     layers, lists with one entry per layer, and lists of layer numbers."""
     key, before = own_key(config, "num_hidden_layers"), config.num_hidden_layers
@@ -170,7 +170,7 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
         values.pop(key, None)
     num_positions = values.get("max_position_embeddings")
     if not all_layers:
-        cut_layers(config, values, shown_layers(config))
+        keep_layers(config, values, shown_layers(config))
     for key, longest in _LENGTHS.items():
         length = values.get(key)
         # a window of at least all positions masks nothing, and stays

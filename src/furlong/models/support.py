@@ -104,12 +104,12 @@ def refuse_unsupported(
     _refuse(model, _KINDS)
     base: Any = model
     if base.config.is_encoder_decoder or (needs_head and base.get_output_embeddings() is None):
-        raise refusal(model, "has no causal language-model head", "a ...ForCausalLM model")
+        raise unsupported(model, "has no causal language-model head", "a ...ForCausalLM model")
     name = type(model).__name__
     refuse_config(base.config, name, f"the model ({name}) and its config")
     _refuse(model, _CONFIGS)
     if "longrope" in rope_types(base.config.get_text_config()) and max_seq_len is None:
-        raise refusal(
+        raise unsupported(
             model,
             "has RoPE of type longrope, with one set of factors for short and one for long runs",
             "the length of the run's longest sequence, to choose the set once",
@@ -130,10 +130,10 @@ def _refuse(model: Any, rows: Sequence[RefusalRule]) -> None:
     """Raise UnsupportedModelError for the first of `rows` whose fault the model has."""
     for tells, what, required, change in rows:
         if found := tells(model):
-            raise refusal(model, what.format(found), required, change)
+            raise unsupported(model, what.format(found), required, change)
 
 
-def refusal(
+def unsupported(
     model: nn.Module, what: str, required: str, change: str = OTHER_FAMILY,
     source: str = "the model that was passed, and its config",
 ) -> UnsupportedModelError:  # fmt: skip
@@ -358,7 +358,7 @@ def refuse_attention_dropout(model: nn.Module) -> None:
     text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     keys = [name for name in ATTENTION_DROPOUTS if float(getattr(text, name, None) or 0) > 0]
     if keys:
-        raise refusal(
+        raise unsupported(
             model,
             f"has attention dropout {max(float(getattr(text, key)) for key in keys)}",
             "no attention dropout: a chunk cannot draw what the whole sequence would have drawn",

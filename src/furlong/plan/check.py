@@ -21,7 +21,7 @@ from math import inf
 from typing import Protocol
 
 from furlong.errors import PlanError
-from furlong.plan.passes import Direction, directions
+from furlong.plan.passes import Direction, layer_directions
 from furlong.plan.plan import (
     COMPUTING,
     MESSAGES,
@@ -175,7 +175,7 @@ class Grid:
         if not self.plan.regathers or self.plan.replicated:
             return [None] * len(self.actions)
         ranks = range(len(self.plan.actions))
-        return [way for rank in ranks for way in directions(self.plan, rank)]
+        return [way for rank in ranks for way in layer_directions(self.plan, rank)]
 
     def name(self, cell: int) -> str:
         """Return `chunk.stage`, as in an action's text."""

@@ -35,7 +35,7 @@ from furlong.files import os_errors_told, write_text
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-VERSION = 1
+LENGTHS_VERSION = 1
 MAX_TOKENS = 2**31
 """Upper bound on the tokens of a sequence."""
 MAX_SEQUENCES = 10**8
@@ -226,7 +226,7 @@ def draw_lengths(lengths: Lengths, count: int, seed: int) -> tuple[int, ...]:
 
 def write_lengths(file: Path, lengths: Lengths) -> None:
     """Write the file atomically. Raises ConfigError."""
-    values = {"version": VERSION, "lengths": [list(pair) for pair in lengths.counts]}
+    values = {"version": LENGTHS_VERSION, "lengths": [list(pair) for pair in lengths.counts]}
     if lengths.calls:
         values["calls"] = [[*call.seq_lens, call.shared] for call in lengths.calls]
     text = json.dumps(values)
@@ -275,8 +275,8 @@ def _exponent(seq_len: int) -> int:
 def _unreadable(file: Path, reason: str) -> ConfigError:
     return ConfigError(
         given=f"{file}: {reason}",
-        required=f'{{"version": {VERSION}, "lengths": [...]}} with a number of tokens per sequence,'
-        " or pairs of tokens and number of sequences",
+        required=f'{{"version": {LENGTHS_VERSION}, "lengths": [...]}} with a number of tokens per'
+        " sequence, or pairs of tokens and number of sequences",
         source="the file of lengths",
         change="write it with: furlong lengths DATA --tokenizer T --out FILE",
     )

@@ -54,7 +54,7 @@ NOTHING = Pass()
 Direction = Literal["forward", "backward"]
 
 
-def directions(plan: ChunkPlan, rank: int) -> tuple[Direction | None, ...]:
+def layer_directions(plan: ChunkPlan, rank: int) -> tuple[Direction | None, ...]:
     """Return the direction in which each action of `rank` runs the layers of its stage, or None.
 
     If each pass gathers weights, this is the order in which layers are gathered. A recompute inside

@@ -209,7 +209,7 @@ def format_plan(plan: ChunkPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-VERSION = 7
+PLAN_VERSION = 7
 """The version of the JSON form. Other versions are refused: a plan is cheap to make again."""
 
 
@@ -237,7 +237,7 @@ def save_plan(plan: ChunkPlan, made_for: Mapping[str, Any] | None = None) -> str
     `load_plan` ignores, such as the model and the devices."""
     texts = {
         "made_for": json.dumps(made_for),
-        "version": str(VERSION),
+        "version": str(PLAN_VERSION),
         "offload": json.dumps(asdict(plan.offload)),
         "chunks": _lines([format_chunk(chunk, plan.sp_size) for chunk in plan.chunks]),
         "actions": "[" + ", ".join(_lines(map(format_action, a)) for a in plan.actions) + "]",
@@ -260,7 +260,7 @@ def load_plan(text: str) -> ChunkPlan:
     try:
         saved = _Saved.model_validate_json(text)
     except ValidationError as error:
-        raise _unreadable(first_error(error), f"a saved plan of version {VERSION}") from None
+        raise _unreadable(first_error(error), f"a saved plan of version {PLAN_VERSION}") from None
     plain = saved.model_dump(exclude={"made_for", "version", "offload", "chunks", "actions"})
     return ChunkPlan(
         **plain,

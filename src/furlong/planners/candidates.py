@@ -30,7 +30,7 @@ import numpy as np
 from furlong.cost.machine import EFFICIENCIES
 from furlong.cost.memory import TOKEN_BYTES, StageBytes, first_backward
 from furlong.cost.model import CostModel
-from furlong.cost.seconds import Array, Hidden, PassPart, chunk_table, parts_of
+from furlong.cost.seconds import Array, Hidden, PassPart, chunk_table, pass_parts
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import RankWeights
 from furlong.errors import ConfigError
@@ -464,7 +464,7 @@ class TimeEstimate:
         for action, what in zip(actions, passes(plan, 0), strict=True):
             if isinstance(action, Forward | Recompute | Backward | RebuildKV):
                 at = firsts[action.chunk]
-                for part in parts_of(what, stages[action.stage]):
+                for part in pass_parts(what, stages[action.stage]):
                     sums = self._sums_of(stages, action.stage, part)
                     own_s = sums[ends[at + 1]] - sums[ends[at]]
                     kind = {Forward: 0, Backward: 1}.get(type(action), 2)

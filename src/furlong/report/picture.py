@@ -20,10 +20,10 @@ from furlong.report.scene import (
     FAINT,
     GREY,
     INK,
-    KINDS,
     LANE,
     LIMIT,
     LINE,
+    LOOKS,
     PACKED_COLOURS,
     PART_COLOURS,
     PART_WORDS,
@@ -114,7 +114,7 @@ def _draw_lane(axes: Axes, scene: Scene, rank: RankScene, longest_s: float) -> N
     for bar in rank.on("compute"):
         width = bar.span[1] * inches
         # a white edge separates neighbours, but would cover narrow bars
-        looks[bar.colour, KINDS[bar.kind].hatch, width > 0.03].append(bar.span)
+        looks[bar.colour, LOOKS[bar.kind].hatch, width > 0.03].append(bar.span)
         if 0.64 * _LABEL * len(bar.label) < width * 72 - 3:
             axes.text(
                 bar.span[0] + bar.span[1] / 2, _LANE / 2, bar.label, fontsize=_LABEL,
@@ -182,7 +182,7 @@ def legend(scenes: Sequence[Scene]) -> list[tuple[str, Patch | Line2D]]:
     kinds, edge = {bar.kind for bar in bars}, tint(GREY, 0.25)
     entries: list[tuple[str, Patch | Line2D]] = [
         (look.words, Patch(facecolor=fill(GREY, kind), edgecolor=edge, hatch=look.hatch))
-        for kind, look in KINDS.items()
+        for kind, look in LOOKS.items()
         if kind in kinds
     ]
     entries.append(("idle", Patch(facecolor=LANE, edgecolor=edge)))

@@ -165,7 +165,7 @@ class KindLook(NamedTuple):
     hatch: str | None = None
 
 
-KINDS: dict[SpanKind, KindLook] = {
+LOOKS: dict[SpanKind, KindLook] = {
     "forward": KindLook("forward", "compute", "F", white=0.5),
     "recompute": KindLook("recompute", "compute", "R", white=0.82, hatch="//////"),
     "rebuild": KindLook("rebuild K,V", "compute", "K", white=0.82, hatch="......"),
@@ -181,7 +181,7 @@ KINDS: dict[SpanKind, KindLook] = {
 def fill(colour: str, kind: SpanKind) -> str:
     """Return the colour of a bar: light for a forward, full for a backward, almost white for a
     recompute (which is also hatched); messages ignore `colour`."""
-    return KINDS[kind].colour or tint(colour, KINDS[kind].white)
+    return LOOKS[kind].colour or tint(colour, LOOKS[kind].white)
 
 
 def tint(colour: str, share: float) -> str:
@@ -243,7 +243,7 @@ class RankScene:
 
     def on(self, track: SpanTrack) -> list[Bar]:
         """Return the bars of one track."""
-        return [bar for bar in self.bars if KINDS[bar.kind].track == track]
+        return [bar for bar in self.bars if LOOKS[bar.kind].track == track]
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ def _rank(
         kind, action = _kind(record), record.action
         if kind == "recompute" and (getattr(action, "chunk", -1), action.stage) in late:
             kind = "forward"
-        label = KINDS[kind].letter
+        label = LOOKS[kind].letter
         if isinstance(action, COMPUTING) and label:
             label += f"{action.chunk}.{action.stage}" if len(stages) > 1 else f"{action.chunk}"
         colour = colours.get(getattr(action, "chunk", -1), GREY)
@@ -445,7 +445,7 @@ def _about(what: str, **args: str | int) -> dict[str, Any]:
 
 
 def _thread(bar: Bar) -> tuple[int, str]:
-    action, track = bar.record.action, KINDS[bar.kind].track
+    action, track = bar.record.action, LOOKS[bar.kind].track
     if track == "link" and isinstance(action, (Send, Recv)):
         receives = isinstance(action, Recv)
         way = "from" if receives else "to"
@@ -461,7 +461,7 @@ def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
         slices = format_chunk(chunk, scene.panel.plan.sp_size)
         args |= {"chunk": number, "tokens": chunk.num_tokens, "slices": slices}
     args |= {"device_bytes": record.device_bytes, "offloaded_bytes": record.offloaded_bytes}
-    what = {"ph": "X", "name": record.text, "cat": KINDS[bar.kind].words}
+    what = {"ph": "X", "name": record.text, "cat": LOOKS[bar.kind].words}
     return what | {"dur": bar.span[1] * _PER_UNIT, "args": args}
 
 

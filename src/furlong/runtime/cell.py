@@ -18,7 +18,7 @@ from furlong.kv.pools import Handle, Lease, Pool, Pools
 from furlong.kv.store import KVStore
 from furlong.models.attention import KVReady
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import TokenMixing, SliceRows, States, receive_states, send_states
+from furlong.models.mixers import SliceRows, States, TokenMixing, receive_states, send_states
 from furlong.models.support import OTHER_FAMILY
 from furlong.ops.attention import (
     AttentionRule,

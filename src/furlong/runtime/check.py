@@ -57,10 +57,10 @@ from furlong.families import (
 from furlong.kv.arena import Arena
 from furlong.kv.pools import Pools, Storage
 from furlong.models.asked import spread
-from furlong.models.attention import CellAttention, bound, own_forward, scales_by_position
+from furlong.models.attention import CellAttention, bound, forward_as_written, scales_by_position
 from furlong.models.build import draw_weights
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import Called, TokenMixing, Mixer, SliceCache, first, relaying
+from furlong.models.mixers import Called, Mixer, SliceCache, TokenMixing, first, relaying
 from furlong.models.placeholders import hold, placeholders, uncuttable
 from furlong.models.quantized import packed_linears, unpacked
 from furlong.models.rope import num_positions, switching_lengths
@@ -180,7 +180,7 @@ def check_packed_linears(model: HFDecoder) -> None:
         most = 1e-4 if dtype == torch.float32 else 3e-2
         for what, wanted in truth.items():
             if not (error := relative_error(given[what], wanted)) <= most:
-                raise refusal(
+                raise check_failure(
                     model,
                     f"gives {'no' if dx is None else 'other'} {what} at {name}, whose weights are"
                     f" in 4 bits (relative error {error:.1e})",
@@ -213,7 +213,7 @@ def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
         with _refused(model, *_WHOLE):
             truth = trial.whole()
         if not all(bool(value.isfinite().all()) for value in truth.values()):
-            raise refusal(
+            raise check_failure(
                 model,
                 "computes values that are not finite, without chunks too",
                 "finite weights, hidden states, logits and gradients",
@@ -320,7 +320,7 @@ def _within(
     format string for the compared quantity; `where`: how tokens may interact."""
     for name, error in errors.items():
         if not error <= most:
-            raise refusal(
+            raise check_failure(
                 model,
                 f"{told.format(name)} (relative error {error:.1e})",
                 f"a relative error of at most {most:.0e}: tokens meet in {where}",
@@ -351,7 +351,7 @@ def _settled(model: HFDecoder) -> Iterator[None]:
                     module._buffers[name] = buffer.copy_(value)
                     changed.append(f"{path}.{name}".lstrip("."))
         if changed:
-            raise refusal(
+            raise check_failure(
                 model,
                 f"changes {changed[0]} by a forward",
                 "modules that no forward changes: a sequence is one forward, its chunks are many",
@@ -477,7 +477,7 @@ class _Trial:
 
     def _require_leaves(self, required: int) -> None:
         if len(self.leaves) != required:
-            raise refusal(
+            raise check_failure(
                 self.model,
                 f"calls its input embeddings {len(self.leaves)} times in a forward",
                 "a decoder that embeds its tokens once",
@@ -601,7 +601,7 @@ def mixer_errors(model: HFDecoder, backend: Backend, agree: Agree = dict) -> lis
     kinds = {type(mixer.module): mixer for mixer in reversed(model.probed.mixers)}
     if not kinds:
         return []
-    with own_forward(model.base, model.max_seq_len):
+    with forward_as_written(model.base, model.max_seq_len):
         calls = model.calls_of(list(kinds.values()), sum(_LENS))
         names = {module: name for name, module in model.base.named_modules()}
         found = []
@@ -678,7 +678,7 @@ def _mixer_in_chunks(
     return y, grad
 
 
-def refusal(
+def check_failure(
     model: HFDecoder, what: str, required: str,
     change: str = "train a model of another family, or report this one",
 ) -> UnsupportedModelError:  # fmt: skip
@@ -709,7 +709,7 @@ _AS_TWIN = (
 
 @contextmanager
 def _refused(model: HFDecoder, what: str, *others: str) -> Iterator[None]:
-    """Context manager: raise errors of a family's code as UnsupportedModelError; see `refusal`."""
+    """Context manager: raise what a family's code raises as `check_failure` does."""
     try:
         yield
     except Exception as error:
@@ -719,4 +719,4 @@ def _refused(model: HFDecoder, what: str, *others: str) -> Iterator[None]:
         if isinstance(error, ImportError) and kernel not in ("sdpa", "eager"):
             change = f'call model.set_attn_implementation("sdpa"): chunks do not need {kernel}'
             others = (others[0], change)
-        raise refusal(model, f"{what}: {type(error).__name__}: {error}", *others) from error
+        raise check_failure(model, f"{what}: {type(error).__name__}: {error}", *others) from error

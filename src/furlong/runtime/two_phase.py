@@ -64,7 +64,7 @@ from furlong.runtime.session import Autocast, Session, adapter_states
 from furlong.runtime.step import memory_of, planned_batch, take_step
 from furlong.values import TokenFunction, require_function
 
-Gradients = Literal["returned", "added"]
+GradientMode = Literal["returned", "added"]
 
 
 class TwoPhases:
@@ -77,7 +77,7 @@ class TwoPhases:
         plan: ChunkPlan,
         batch: Batch,
         function: TokenFunction | None,
-        gradients: Gradients,
+        gradients: GradientMode,
         autocast: Autocast,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
@@ -142,7 +142,7 @@ class TwoSteps:
         batch: Batch,
         options: ChunkOptions,
         function: TokenFunction | None,
-        gradients: Gradients,
+        gradients: GradientMode,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         """`batch`: this replica's sequences. Other arguments: see `TwoPhases`."""
@@ -386,7 +386,7 @@ def token_values(
     sequences: object,
     options: ChunkOptions,
     function: TokenFunction | None,
-    gradients: Gradients = "returned",
+    gradients: GradientMode = "returned",
     *,
     share_prompts: bool = True,
     watch: Callable[[], None] = lambda: None,
@@ -404,7 +404,7 @@ def token_values(
             _require_labels(function, count_valid_tokens(shifted))
         require_type(options, ChunkOptions)
         require_two_phases(options)
-        if gradients not in get_args(Gradients):
+        if gradients not in get_args(GradientMode):
             raise ConfigError(
                 given=f"gradients={in_short(repr(gradients), 60)}", required="returned or added",
                 source="the arguments of the engine",

@@ -43,7 +43,7 @@ from itertools import repeat
 from typing import Any, Literal, Protocol
 
 from furlong.errors import PlanError
-from furlong.plan.passes import NOTHING, computed_late, directions, passes
+from furlong.plan.passes import NOTHING, computed_late, layer_directions, passes
 from furlong.plan.plan import (
     COMPUTING,
     Action,
@@ -69,7 +69,7 @@ def _joins(plan: ChunkPlan, rank: int, shared: Collection[int]) -> list[StageCol
     gathered = {action.stage for action in actions if isinstance(action, Unshard)}
     reducing: dict[int, int] = {}
     in_step = plan.regathers and not plan.replicated
-    ways = directions(plan, rank) if in_step or shared else repeat(None)
+    ways = layer_directions(plan, rank) if in_step or shared else repeat(None)
     for index, (action, way) in enumerate(zip(actions, ways, strict=False)):
         if isinstance(action, (Unshard, Reduce)):
             joins[index] = type(action), action.stage

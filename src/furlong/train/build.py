@@ -135,19 +135,19 @@ _COMPARED = ("liger", "hub")
 def placed(
     config: RunConfig, model: Any, device: torch.device, divide: Callable[[Any], None] | None
 ) -> Any:
-    """The model on the device, as `fused` leaves it, and divided if it is to be: group by group, so
-    that no more than one is whole there."""
+    """Return the model on the device, `with_kernels`, and divided if it is to be: group by group,
+    so that no more than one is whole there."""
     is_compared = config.model.kernels in _COMPARED
     if divide is None or is_compared:
-        model = fused(config, model.to(device), device)
+        model = with_kernels(config, model.to(device), device)
     if divide is not None and not is_sharded(bare_model(model)):
         for linear in packed_linears(model).values():
             linear.to(device)  # codes stay whole
         divide(model)
-    return model if divide is None or is_compared else fused(config, model, device)
+    return model if divide is None or is_compared else with_kernels(config, model, device)
 
 
-def fused(config: RunConfig, model: Any, device: torch.device) -> Any:
+def with_kernels(config: RunConfig, model: Any, device: torch.device) -> Any:
     """The model that computes on a device, with the kernels and the compiled layers that the run
     names."""
     settings = config.model

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from furlong.data.dataset import DataSet
-from furlong.data.loader import Batch, Units, rows_of
+from furlong.data.loader import Batch, Units, sequence_indices
 from furlong.data.tokenize import Sequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HELD_OUT, TRAINING = "held-out", "training"
 """Names of the evaluated data: `data.eval`, and a share of the training sequences."""
-FIRST_BUCKET_TOKENS = 64
+_FIRST_POSITIONS = 64
 """Positions below this are one bucket, since they have few tokens."""
 
 
@@ -120,7 +120,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def share_of(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Units]:
+def draw_share(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Units]:
     """Return a random share of the sequences in data order, at least one unit; equal for equal
     `seed`. Pairs stay together."""
     num_chosen = max(1, round(share * len(data.units)))
@@ -128,7 +128,7 @@ def share_of(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Un
     units = data.units[chosen]
     stops = np.cumsum(units[:, 1] - units[:, 0])
     starts = np.concatenate([[0], stops[:-1]])
-    return [data[i] for i in rows_of(units).tolist()], np.stack([starts, stops], axis=1)
+    return [data[i] for i in sequence_indices(units).tolist()], np.stack([starts, stops], axis=1)
 
 
 def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tensor) -> None:
@@ -137,7 +137,7 @@ def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tenso
     positions = torch.nonzero(labels[1:] != IGNORE_INDEX).flatten() + 1
     # frexp is exact: p = m * 2**e with m in [0.5, 1).
     index = torch.frexp(positions.double()).exponent.long() - 1
-    index.clamp_(min=FIRST_BUCKET_TOKENS.bit_length() - 2)
+    index.clamp_(min=_FIRST_POSITIONS.bit_length() - 2)
     sums.index_add_(0, index, losses[positions - 1])
     counts.index_add_(0, index, torch.ones_like(index))
 
@@ -145,7 +145,7 @@ def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tenso
 def _buckets(sums: Tensor, counts: Tensor) -> tuple[PositionBucket, ...]:
     return tuple(
         PositionBucket(
-            start=0 if 2 ** (index + 1) <= FIRST_BUCKET_TOKENS else 2**index,
+            start=0 if 2 ** (index + 1) <= _FIRST_POSITIONS else 2**index,
             stop=2 ** (index + 1),
             loss=float(sums[index] / counts[index]),
             num_valid_tokens=int(counts[index]),

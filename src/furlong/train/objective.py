@@ -415,7 +415,7 @@ def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _answer(sequence: Tokens, log_prob: Tensor) -> AnswerLogProb:
-    """Return the log-probability of an answer, with its reference and its summed log-probability."""
+    """Return an answer's summed log-probability, with that of the reference model."""
     from furlong.data.tokenize import IGNORE_INDEX
 
     assert sequence.reference is not None  # attached before the first step

@@ -56,7 +56,7 @@ from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train import build, checkpoints
 from furlong.train.batches import BatchEngine, drawn_share, step_options
 from furlong.train.card import model_card, open_repository, push
-from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate, share_of
+from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, draw_share, evaluate
 from furlong.train.memory import Fitting, UsedMemory
 from furlong.train.metrics import (
     MetricsLog,
@@ -540,7 +540,7 @@ class Trainer:
             sets[HELD_OUT] = self.eval_data, self.eval_data.units
         if settings.eval_train_share:
             assert isinstance(self.train_data, DataSet)  # the schema holds it
-            sets[TRAINING] = share_of(self.train_data, settings.eval_train_share, settings.seed)
+            sets[TRAINING] = draw_share(self.train_data, settings.eval_train_share, settings.seed)
         found = {}
         for name, (sequences, units) in sets.items():
             batches = in_order(sequences, units, step_size(settings))

@@ -53,7 +53,7 @@ class CUDNN(CUDAFlash):
     """cuDNN for aligned full blocks and causal squares, FlashAttention for all others."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        parts = parts_of(q.shape[1], k.shape[1], block)
+        parts = split_calls(q.shape[1], k.shape[1], block)
         if len(parts) == 1:
             return self._part_forward(q, k, v, block, parts[0])
         block = replace(block, window=None)  # blocks that a window limits have one part
@@ -72,7 +72,7 @@ class CUDNN(CUDAFlash):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
         whole = dout, q, k, v, out, lse
-        parts = parts_of(q.shape[1], k.shape[1], block)
+        parts = split_calls(q.shape[1], k.shape[1], block)
         if len(parts) == 1:
             return self._part_backward(*whole, block, parts[0])
         block = replace(block, window=None)
@@ -120,7 +120,7 @@ class CUDNN(CUDAFlash):
         return found
 
 
-def parts_of(num_rows: int, num_keys: int, block: Block) -> list[CallPart]:
+def split_calls(num_rows: int, num_keys: int, block: Block) -> list[CallPart]:
     """Calls that together compute a block; calls on the same rows are consecutive.
 
     A full block is cut into rows and keys, a causal square into squares and the full blocks left of
