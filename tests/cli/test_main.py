@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -138,7 +137,8 @@ def test_a_verb_says_so_before_it_loads_torch(tmp_path: Path, arguments: str) ->
     assert printed[:1] == ([versions_in_words()] if arguments.startswith("train") else [])
 
 
-def test_help_is_quick_and_light() -> None:
+def test_help_is_light() -> None:
+    """A module takes about a millisecond to import, torch takes seconds."""
     program = (
         "import sys\n"
         "from furlong.cli.main import main\n"
@@ -146,19 +146,12 @@ def test_help_is_quick_and_light() -> None:
         "    try:\n        main([verb, '--help'])\n"
         "    except SystemExit:\n        pass\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert len(sys.modules) < 350, len(sys.modules)\n"
     )
-
-    def ran(*verbs: str) -> tuple[str, float]:
-        before = os.times()
-        call = [sys.executable, "-c", program, *verbs]
-        finished = subprocess.run(call, capture_output=True, text=True)
-        after = os.times()
-        assert finished.returncode == 0, finished.stderr
-        # Processor time: other processes may be busy meanwhile.
-        return finished.stdout, sum(after[2:4]) - sum(before[2:4])
-
-    assert any(ran("train")[1] < 0.5 for _ in range(3))
-    said, _ = ran("train", "export", "lengths")
+    call = [sys.executable, "-c", program, "train", "export", "lengths"]
+    finished = subprocess.run(call, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    said = finished.stdout
     for words in (
         "--train.lr NUMBER", "--memory.device {24GiB,auto}", "Peak learning rate",
         "RUN_OR_CHECKPOINT", "--tokenizer T",
