@@ -19,7 +19,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 
 from furlong.config.messages import NO_FILE, config_error, example_of, no_section, unknown_flags
-from furlong.config.schema import RunConfig, Source, all_keys, keys_below, types_of, section_of
+from furlong.config.schema import RunConfig, Source, all_keys, keys_below, section_of, types_of
 from furlong.errors import in_short, refusal
 
 
