@@ -175,10 +175,6 @@ class LinkError(ElsewhereError):
     restarted; the message names that process."""
 
 
-class NoMemoryElsewhereError(ElsewhereError, MemoryError):
-    """Another process ran out of memory; the step can be tried again with smaller chunks."""
-
-
 _T = TypeVar("_T")
 
 

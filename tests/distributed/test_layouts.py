@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
-from itertools import count, pairwise
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from distributed.test_replicas import (
     FILES,
     command,
@@ -21,7 +23,7 @@ from distributed.test_replicas import (
     weights,
     worst,
 )
-from helpers.launched import Launched
+from helpers.launched import Ended, Launched
 from helpers.tiny_runs import TinyRun
 from safetensors.torch import load_file
 
@@ -58,9 +60,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("division", "flags"),
     [
-        # two replicas are compared in `test_lack_of_memory_on_one_is_answered_by_all` too
-        pytest.param({"dp": 2}, (), marks=pytest.mark.nightly),
         ({"pp": 2}, ()),
+        slow({"dp": 2}, ()),
         slow({"sp": 2}, ()),
         # with one sequence in a step one pipeline, or one pool, is always idle
         slow({"dp": 2, "pp": 2}, (*LORA, "--train.sequences_per_step=1")),
@@ -140,23 +141,23 @@ def test_another_layout_goes_on(
     assert worst(load_file(tmp_path / "exported" / file), ours) == 0
 
 
-def has_no_memory(arguments: list[str], at: int, num_times: int, number: int = 1) -> None:
-    """A process lacks memory in its first tries of a step, after so many actions; after none it has
-    not even its tokens."""
-    run, part, tries = Engine.run, Batch.part, count()
+def has_no_memory(arguments: list[str], at: int, number: int) -> None:
+    """A process runs out of memory in its second step, after `at` actions; after none it has not
+    even its tokens."""
+    run, part, steps = Engine.run, Batch.part, count(1)
 
     def no_part(self: Any, *args: Any) -> Any:
-        if next(tries) < num_times:
-            raise MemoryError("no room")
+        if next(steps) == 2:
+            raise torch.OutOfMemoryError("no room")
         return part(self, *args)
 
     def short(self: Any, *args: Any, watch: Callable[[], None], **kwargs: Any) -> Any:
-        actions, is_short = count(1), next(tries) < num_times
+        actions, step = count(1), next(steps)
 
         def watch_and_fail() -> None:
             watch()
-            if is_short and next(actions) == at:
-                raise MemoryError("no room")
+            if step == 2 and next(actions) == at:
+                raise torch.OutOfMemoryError("no room")
 
         return run(self, *args, watch=watch_and_fail, **kwargs)
 
@@ -169,51 +170,49 @@ def has_no_memory(arguments: list[str], at: int, num_times: int, number: int = 1
 
 
 @pytest.mark.parametrize(
-    ("division", "number", "at", "chunk_sizes"),
+    ("division", "number", "at"),
     [
-        ({"dp": 2}, 1, 0, (128, 64)),
-        slow({"pp": 2}, 1, 4, (128, 64)),
-        slow({"dp": 2}, 1, 1, (256, 128, 64)),
-        slow({"dp": 2, "pp": 2}, 3, 4, (128, 64)),
+        ({"dp": 2}, 1, 2),
+        slow({"dp": 2}, 1, 0),
+        slow({"pp": 2}, 1, 4),
+        slow({"sp": 2}, 0, 3),
+        slow({"dp": 2, "pp": 2}, 3, 4),
     ],
     ids=str,
 )
-def test_lack_of_memory_on_one_is_answered_by_all(
-    tiny_run: TinyRun, tmp_path: Path, division: dict[str, int], number: int, at: int,
-    chunk_sizes: tuple[int, ...],
-) -> None:  # fmt: skip
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    flags = (*STEPS, f"--chunks.size={chunk_sizes[0]}", "--train.steps=2",
-             "--train.eval_every_steps=0")  # fmt: skip
-    assert main(tiny_run.arguments(whole, *flags)) == 0
-    arguments = tiny_run.arguments(run, *flags, *sizes(**division))
-    num_processes = prod(division.values())
-    ended = Launched(
-        tmp_path / "out", has_no_memory, arguments, at, len(chunk_sizes) - 1, number,
-        num_processes=num_processes,
-    ).ended(240)  # fmt: skip
-    assert [process.code for process in ended] == [0] * num_processes, ended
-    for before, size in pairwise(chunk_sizes):
-        told = (
-            f"step 1 did not fit (out of memory on process {number} (MemoryError: no room)): "
-            f"chunks of {size} tokens from now on, {before} before"
-        )
-        assert told in ended[0].said
-    assert json.loads((run / "options.json").read_text())["size"] == chunk_sizes[-1]
-    assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-10)
-    assert worst(weights(run), weights(whole)) < 1e-8
-
-
-@pytest.mark.slow
-def test_lack_of_memory_inside_a_sequence_parallel_group_ends_all(
-    tiny_run: TinyRun, tmp_path: Path
+def test_lack_of_memory_on_one_ends_all_and_a_resume_takes_smaller_chunks(
+    tiny_run: TinyRun, tmp_path: Path, division: dict[str, int], number: int, at: int
 ) -> None:
-    arguments = tiny_run.arguments(tmp_path / "run", "--parallel.sp=2")
-    ended = Launched(tmp_path / "out", has_no_memory, arguments, 3, 1).ended(60)
-    assert [process.code for process in ended] == [1, 2], ended
-    told = "out of memory on process 1 while processes exchanged rows of a chunk: MemoryError"
-    assert told in ended[1].said
-    assert "change:   set chunks.size to less" in ended[1].said
+    """To the bit of a run that is given the smaller chunks from that step on."""
+    run, given = tmp_path / "run", tmp_path / "given"
+    flags = (*STEPS, "--train.steps=3", "--train.save_every_steps=1", "--train.eval_every_steps=0")
+    num_processes = prod(division.values())
+
+    def ends(function: Any, out: Path, *own: Any, size: int = 128, attempt: int = 0) -> list[Ended]:
+        arguments = tiny_run.arguments(out, *flags, *sizes(**division), f"--chunks.size={size}")
+        arguments += ["--resume"] * (size != 128)
+        return Launched(
+            tmp_path / f"out{size}{attempt}", function, arguments, *own,
+            num_processes=num_processes, attempt=attempt,
+        ).ended(120)  # fmt: skip
+
+    ended = ends(has_no_memory, run, at, number)
+    assert [process.code for process in ended] == [
+        2 if rank == number else 1 for rank in range(num_processes)
+    ], ended
+    message = f"did not fit on process {number} with chunks of 128 tokens: no room"
+    assert [message in process.said for process in ended].count(True) == 1
+    assert message in ended[number].said and "--resume" in ended[number].said
+    assert json.loads((run / "options.json").read_text())["size"] == 64
+    assert len(records(run, "loss")) == 1
+    shutil.copytree(run, given)
+    (given / "options.json").unlink()
+    for out, size, attempt in ((run, 128, 1), (given, 64, 0)):  # as torchrun --max-restarts does
+        ended = ends(command, out, size=size, attempt=attempt)
+        assert [process.code for process in ended] == [0] * num_processes, ended
+    assert records(run, "chunk_size") == [128, 64, 64]
+    assert records(run, "loss") == records(given, "loss")
+    assert worst(weights(run), weights(given)) == 0
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,13 +14,12 @@ import torch.distributed as dist
 from distributed.layout_cases import whole_grads
 from distributed.sharded_cases import NUM_LAYERS, Step, llama, message
 from helpers.batches import batch
-from helpers.ranks import run_all, run_ranks
+from helpers.ranks import run_all
 from torch import Tensor, nn
 
 import furlong
 from furlong.plan.plan import Backward, Chunk, Forward, Reduce
 from furlong.planners.orders import plan_on_device
-from furlong.runtime.cell import Cell, LayerView
 from furlong.runtime.distributed.mesh import make_ranks
 from furlong.runtime.step import StepResult
 from furlong.testing import Batch, num_labels, reference_loss, take_grads, worst_relative_error
@@ -90,51 +88,6 @@ def idle(rank: int) -> float:
 
 def test_a_replica_without_a_sequence(found):
     assert max(found["idle"]) <= BOUND
-
-
-def failing_at(number: int, plain: Callable[..., object]) -> Callable[..., object]:
-    """The function, which fails at its call number `number`."""
-    calls = []
-
-    def call(*args: object, **kwargs: object) -> object:
-        calls.append(1)
-        if len(calls) == number:
-            raise MemoryError
-        return plain(*args, **kwargs)
-
-    return call
-
-
-def fails_and_works(rank: int) -> list[float]:
-    """The gradients' error in the step after one that failed, wherever it did."""
-    step = Step(((21,), (17,)))
-    model, sequences = llama(), step.sequences()
-    grads = truth_of(model, sequences)[1]
-    engine = furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu"))
-    errors = []
-    places = [(Cell, "attend", n) for n in (2, 4, 8)] + [
-        (LayerView, "later_grads", n) for n in (1, 5)
-    ]
-    for options in ({}, {"order": "layer-first"}):
-        plan = replace(step, options=options).plan(model)
-        engine.run(plan, sequences)  # checked once more in these stages
-        model.zero_grad()
-        for owner, name, number in places:
-            with (
-                patch.object(owner, name, failing_at(number, getattr(owner, name))),
-                pytest.raises(MemoryError),
-            ):
-                engine.run(plan, sequences)
-            model.zero_grad()
-            engine.run(plan, sequences)
-            errors.append(worst_relative_error(whole_grads(model), grads))
-    return errors
-
-
-@pytest.mark.slow
-def test_a_step_after_one_that_failed():
-    for errors in run_ranks(fails_and_works, num_ranks=2):
-        assert len(errors) == 10 and max(errors) <= BOUND
 
 
 class Unread(list[dict[str, Tensor]]):

@@ -155,7 +155,7 @@ class Executor:
 
         `watch` is called after each action; an error that it raises ends the run."""
         self.advance(len(self._actions), watch)
-        self._comms.settle()
+        self._comms.finish()
         loss_sum, self.num_labels = self._head.total(self._num_labels, self._comms.add_up)
         return loss_sum, self._recorder.timeline()
 
@@ -180,9 +180,8 @@ class Executor:
             if stop == len(self._actions):
                 left = self._cells or self._hidden or self._outbox
                 assert not left and not self._store.num_buffers, "cells, messages or K,V are left"
-        except BaseException as error:
+        except BaseException:
             self.abandon()
-            self._comms.give_up(error, self._actions[self._num_done :])
             raise
 
     def skip(self, chunks: frozenset[int]) -> None:

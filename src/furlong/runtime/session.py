@@ -88,8 +88,8 @@ class ModelState:
     """All-to-all of the sequence-parallel group, with sp > 1."""
     trained_layers: range | None = None
     """With pp > 1, the layers that this process has trained."""
-    is_settled: bool = True
-    """Whether all communication of earlier steps has finished."""
+    is_broken: bool = False
+    """Whether an earlier call ended with an error while other processes waited for this one."""
     compute_dtype: torch.dtype | None = None
     """The dtype that sharded weights are gathered in."""
     copies: torch.cuda.Stream | None = None
@@ -254,7 +254,7 @@ class Session:
         collective.
         """
         self.state.refuse_nested()
-        if self.ranks is not None and not self.state.is_settled:  # else of another thread
+        if self.state.is_broken:
             raise LinkError(
                 in_four_parts(
                     given="an earlier call on this model, which ended with an error while other "
@@ -285,18 +285,19 @@ class Session:
             yield
 
     @contextmanager
-    def heard(self, place: str) -> Iterator[None]:
+    def heard(self, place: str, *, by_all: bool = True) -> Iterator[None]:
         """Context manager: report an error to processes that wait for this one, and raise LinkError
-        if this one has lost another."""
-        if (ranks := self.ranks) is None:
+        if this one has lost another. `by_all`: whether all processes agree on an error inside."""
+        if (ranks := self.ranks) is None or ranks.num_processes == 1:
             yield
             return
         try:
             yield
         except BaseException as error:
-            if self.state.is_settled and isinstance(error, Exception) and not is_lost(error):
-                raise  # all processes have agreed on it
-            self.state.is_settled = False
+            is_agreed = by_all and not self.state.is_broken
+            if is_agreed and isinstance(error, Exception) and not is_lost(error):
+                raise
+            self.state.is_broken = True
             pipeline = self.state.pipeline
             groups = [*ranks.groups, *(pipeline.links.groups if pipeline is not None else ())]
             if is_lost(error) and not isinstance(error, LinkError):

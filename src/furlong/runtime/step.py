@@ -321,13 +321,12 @@ def take_step(
             )  # fmt: skip
 
         executor = together(session.ranks, make)
-        session.state.is_settled = False
         tally = session.state.backend.tally
         tally.taken()  # drop counts of checks and other calls
-        try:
+        # An error closes this process's connections before `stack` ends, which waits for gathers
+        # that others join.
+        with session.heard("a step", by_all=False):
             loss_sum, timeline = executor.run(watch)
-        finally:
-            session.state.is_settled = comms.is_settled
     if num_labels is None:
         num_labels = executor.num_labels
     assert num_labels == executor.num_labels, "the plan met other labels than the batch has"

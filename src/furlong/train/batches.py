@@ -2,8 +2,7 @@
 
 One process of each replica plans the sequences dealt to it, so planning takes as long for many
 replicas as for one, and all processes join the plans. This happens in a thread, with collectives in
-a separate group, while the previous batch trains. If one process runs out of memory, the engine
-reports it to all, and all retry with smaller chunks.
+a separate group, while the previous batch trains.
 """
 
 from __future__ import annotations
@@ -244,8 +243,8 @@ class BatchEngine:
         """Compute the gradients of the batch's mean loss, or only its losses.
 
         The result covers the whole batch on all processes. If a process fails it raises its error,
-        and all others raise ElsewhereError. `weights` (on several processes), `watch`: see
-        `Engine.run`.
+        and all others raise ElsewhereError, a LinkError inside the step. `weights` (on several
+        processes), `watch`: see `Engine.run`.
         """
         if self._plans is None:
             divisor = batch.num_valid_tokens if backward else None

@@ -7,7 +7,8 @@ growth of the process since, including freed memory that the C library's heap ke
 
 After running out of memory, a call is undone, the chunk size is halved, and the call is repeated.
 The gradients are the same, as they are exact for any chunk size. With sampled chunks, other chunks
-are drawn to estimate the same gradient.
+are drawn to estimate the same gradient. On several processes the others wait for the one that runs
+out, so the run ends: that process records the smaller chunks, with which a resume goes on.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from furlong.runtime.profile import (
 )
 from furlong.runtime.rng import RNGState
 from furlong.train.optim import local, state_tensors
+from furlong.train.processes import ALONE, Processes
 from furlong.units import format_bytes
 
 _T = TypeVar("_T")
@@ -95,11 +97,13 @@ class Fitting:
         options: ChunkOptions,
         *,
         say: Callable[[str], None] = print,
-        changed: Callable[[ChunkOptions], None] = lambda options: None,
+        changed: Callable[[ChunkOptions], bool] = lambda options: False,
+        processes: Processes = ALONE,
     ) -> None:
-        """`changed` is called with the new options, `say` with messages."""
+        """`changed` is called with the new options, and returns whether a resume takes them; `say`
+        is called with messages."""
         self.options = options
-        self._say, self._changed = say, changed
+        self._say, self._changed, self._processes = say, changed, processes
 
     def compute(
         self,
@@ -118,8 +122,16 @@ class Fitting:
             undo: Reverts a failed call; random generators are restored, too.
 
         Raises:
-            ConfigError: After two failures with the smallest chunks.
+            ConfigError: After two failures with the smallest chunks; of several processes on the
+                one that runs out of memory, at once.
         """
+        if self._processes.num_processes > 1:
+            try:
+                return call(self.options)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise self._ended(name, num_tokens, first_line(error)) from error
+                raise
         before = RNGState.read(device)
 
         def take_back() -> None:
@@ -141,19 +153,41 @@ class Fitting:
         if old.size <= SMALLEST_TOKENS:
             self._say(f"{name} did not fit ({reason}): once more with chunks of {old.size} tokens")
             return
-        size = old.size // 2
-        while size >= num_tokens and size > SMALLEST_TOKENS:  # would still be a single chunk
-            size //= 2
-        new = replace(old, size=max(size, SMALLEST_TOKENS))
-        words = f"chunks of {new.size} tokens from now on, {old.size} before"
-        if old.keep == "all":  # graphs of all chunks together do not depend on their size
-            new = replace(new, keep="attention")
-            words += "; they keep attention, all before"
-        if old.sampling is not None:
-            words += "; other chunks are drawn of them"
-        self.options = new
-        self._changed(new)
+        self.options, words = _smaller(old, num_tokens)
+        self._changed(self.options)
         self._say(f"{name} did not fit ({reason}): {words}")
+
+    def _ended(self, name: str, num_tokens: int, reason: str) -> ConfigError:
+        """Record smaller chunks; return the error that ends a run of several processes."""
+        old = self.options
+        if old.size <= SMALLEST_TOKENS:
+            return _nothing_fits(name, [old.size], reason)
+        new, words = _smaller(old, num_tokens)
+        change = f"set chunks.size to {new.size} or less"
+        if self._changed(new):
+            change = f"go on with --resume (torchrun --max-restarts does), which takes {words}"
+        return ConfigError(
+            given=f"{name}, which did not fit on process {self._processes.launch.number} with"
+            f" chunks of {old.size} tokens: {reason}",
+            required="memory for one step",
+            source=_limit_of(reason),
+            change=change,
+        )
+
+
+def _smaller(old: ChunkOptions, num_tokens: int) -> tuple[ChunkOptions, str]:
+    """Return options that need less memory for a batch of `num_tokens`, and what they change."""
+    size = old.size // 2
+    while size >= num_tokens and size > SMALLEST_TOKENS:  # would still be a single chunk
+        size //= 2
+    new = replace(old, size=max(size, SMALLEST_TOKENS))
+    words = f"chunks of {new.size} tokens from now on, {old.size} before"
+    if old.keep == "all":  # graphs of all chunks together do not depend on their size
+        new = replace(new, keep="attention")
+        words += "; they keep attention, all before"
+    if old.sampling is not None:
+        words += "; other chunks are drawn of them"
+    return new, words
 
 
 def try_call(
@@ -177,11 +211,15 @@ def try_call(
 def _nothing_fits(name: str, tried: list[int], reason: str) -> ConfigError:
     sizes = ", ".join(map(str, dict.fromkeys(tried)))
     return ConfigError(
-        given=f"{name}, which did not fit with chunks of {sizes} tokens, the last tried twice:"
-        f" {reason}",
+        given=f"{name}, which did not fit with chunks of {sizes} tokens"
+        f"{', the last tried twice' * (len(tried) > 1)}: {reason}",
         required="memory for one step with one of these sizes",
-        source="memory.device" if "memory.device" in reason else "the memory of the device",
+        source=_limit_of(reason),
         change="raise memory.device or use a device with more memory, keep less or elsewhere"
         " (chunks.keep, offload), or use shorter sequences (data.max_seq_len);"
         " where there is a checkpoint, --resume goes on from it",
     )
+
+
+def _limit_of(reason: str) -> str:
+    return "memory.device" if "memory.device" in reason else "the memory of the device"

@@ -286,13 +286,12 @@ def _decided(
     if causes:
         print(f"options are decided again, for these keys have changed: {', '.join(causes)}")
         return None
-    if checkpoint:
-        found = decision_of(checkpoint.state["options"])
-    else:
-        try:  # no step depends on it: an unreadable decision is made again
-            found = decision_of(json.loads((path / OPTIONS).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, ConfigError):
+    try:  # it may have shrunk since the checkpoint
+        found = decision_of(json.loads((path / OPTIONS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        if checkpoint is None:  # no step depends on it: it is made again
             return None
+        found = decision_of(checkpoint.state["options"])
     return found if found.layout.num_devices == num_processes else None
 
 

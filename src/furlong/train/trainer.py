@@ -101,6 +101,7 @@ from furlong.train.run_folder import (
     clear_export,
     create_run_folder,
     folder_errors_reported,
+    holds_run,
     list_checkpoints,
     list_export,
     read_checkpoint,
@@ -350,7 +351,10 @@ class Trainer:
 
     def _build_reference(self) -> None:
         """Log-probabilities of the model as it is now, before its first step."""
-        self.fitting = Fitting(self.decision.options, say=self.say, changed=self._options_changed)
+        self.fitting = Fitting(
+            self.decision.options, say=self.say, changed=self._record_options,
+            processes=self.processes,
+        )  # fmt: skip
         if (fingerprint := self.fingerprints["reference"]) is None:
             return
         folder = cache_folder(self.config.data.cache_dir)
@@ -391,7 +395,7 @@ class Trainer:
         stack.callback(self.checkpoints.close)
         # The config comes last: a folder that has one holds a run.
         if processes.is_first:
-            self._options_changed(self.fitting.options)
+            self._record_options(self.fitting.options)
             write_json(run.path / CONFIG, self.config.model_dump(mode="json"))
         make_state(self.optimizer)
         self.used = self._used_memory()
@@ -470,9 +474,9 @@ class Trainer:
         """Gradients of the mean loss of the global batch, clipping, one update; it is counted in
         `progress`.
 
-        Where memory does not suffice, chunks shrink and the gradients are computed anew. Raises
-        DivergenceError, with the weights as they were, when loss or gradient are not finite, and
-        ConfigError when the smallest chunks do not fit.
+        Where memory does not suffice, chunks shrink and the gradients are computed anew, on one
+        process. Raises DivergenceError, with the weights as they were, when loss or gradient are
+        not finite, and ConfigError when chunks do not fit.
         """
         step = self.progress.step + 1
         started_s = time.perf_counter()
@@ -880,10 +884,11 @@ class Trainer:
         print(f"exported {of_step}to {exported}")
         return report
 
-    def _options_changed(self, options: ChunkOptions) -> None:
-        """Writes the options of now, which a step that did not fit has changed."""
-        if self.processes.is_first and self.run.path.is_dir():
+    def _record_options(self, options: ChunkOptions) -> bool:
+        """Write the current options to the run folder; return whether a resume takes them."""
+        if self.run.path.is_dir():
             write_json(self.run.path / OPTIONS, values_of(shrunk(self.decision, options)))
+        return holds_run(self.run.path)
 
     def _call(self, hook: str, *values: Any) -> None:
         for callback in self.callbacks:

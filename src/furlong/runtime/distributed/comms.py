@@ -10,8 +10,7 @@ gradient, the last one the head's. They are summed, so both optimizers make the 
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -22,29 +21,19 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from furlong.errors import ConfigError, PlanError, reason_of
+from furlong.errors import PlanError
 from furlong.models.decoder import HFDecoder
-from furlong.ops.backends.select import is_out_of_memory
 from furlong.plan.plan import (
     COMPUTING,
-    Action,
     Backward,
     ChunkPlan,
-    Computing,
     Recv,
-    Reshard,
     Send,
     Unshard,
 )
 from furlong.plan.text import format_action
 from furlong.planners.orders import even_heights
-from furlong.runtime.distributed.consensus import (
-    FINE,
-    failure_of,
-    gathered,
-    outcome_of,
-)
-from furlong.runtime.distributed.failures import is_lost
+from furlong.runtime.distributed.consensus import gathered
 from furlong.runtime.distributed.fsdp import (
     adding_up,
     adds_unused,
@@ -141,14 +130,6 @@ class Comms:
         """Those that FSDP2 gathers and frees in each pass (`plan.regathers`)."""
         self._is_kept = False
         """Whether the plan has no Unshard: weights are gathered before the first action."""
-        self._outcome = FINE
-        self._stage_knows = False
-        """Whether the processes of this stage have agreed that one of them failed."""
-        self.is_settled = ranks is None
-        """Whether all messages and collectives of the plan have finished on all processes."""
-        self._agreed: set[int] = set()
-        """Stages whose processes have agreed to reduce gradients."""
-        self._is_adding_up = False
 
     def _now(self) -> torch.Event:
         return torch.cuda.current_stream().record_event()
@@ -250,8 +231,8 @@ class Comms:
             last of its stage      reduced                 reduced
             last of this rank      the root's parameters are reduced, too
 
-        Before a stage's last Backward its processes agree that none of them has failed. All ranks
-        reach the last Backwards in the same order: a stage's comes after that of the next stage.
+        All ranks reach the last Backwards in the same order: a stage's comes after that of the next
+        stage.
         """
         if self._ranks is None:
             yield
@@ -268,51 +249,16 @@ class Comms:
         is_last_of_all = stage == min(self._last_backwards)
         if is_last_of_all and self._base is not None:
             modules.append(self._base)
-        self._agree_on(stage)
-        self._is_adding_up = self._base is not None
         with adding_up(modules, is_last=is_last_of_all):
             yield
-        self._is_adding_up = False
 
     def reduce(self, stage: int) -> None:
         """Do nothing: `backward` has reduced the stage's gradients."""
 
-    def settle(self) -> None:
-        """Finish after the last action. Raises ElsewhereError if another process has failed."""
-        if self._ranks is None:
-            return
+    def finish(self) -> None:
+        """Wait until every message of the plan has been sent."""
         if self._messages is not None:
             self._messages[0].finish()
-        failure = failure_of(self._ranks, self._outcome)
-        self.is_settled = True
-        if failure is not None and self._outcome is FINE:
-            raise failure
-
-    def give_up(self, error: BaseException, rest: Sequence[Action]) -> None:
-        """After an error at the first action of `rest`, take part in the communication of `rest`
-        without computing, since other processes wait for it. If that is impossible, leave the step
-        unsettled, and raise ConfigError if memory ran out. Raises ElsewhereError if this process
-        stopped only because others had failed."""
-        self._outcome = outcome_of(error)
-        alone = self._ranks is None
-        if alone or not isinstance(error, Exception) or is_lost(error):
-            return
-        if (meanwhile := self._is_waited_for(rest)) is not None:
-            if is_out_of_memory(error):
-                number = dist.get_rank()
-                raise ConfigError(
-                    given=f"out of memory on process {number} {meanwhile}: {reason_of(error)}",
-                    required="memory for that beside the chunks",
-                    source="the memory of the device",
-                    change="set chunks.size to less; where there is a checkpoint, --resume goes on "
-                    "from it",
-                ) from error
-            return
-        traceback.clear_frames(error.__traceback__)  # their locals hold tensors
-        self._gather_kept()
-        for action in rest:
-            self._skip(action)
-        self.settle()
 
     def add_up(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes; `values` may be changed in place."""
@@ -321,38 +267,6 @@ class Comms:
                 values = values.to(self._ranks.facts_device(self._ranks.group))
             dist.all_reduce(values, group=self._ranks.group)
         return values
-
-    def _is_waited_for(self, rest: Sequence[Action]) -> str | None:
-        """Return in words the collectives in which this process stopped and others wait; None if
-        it can still take part in those that follow."""
-        if self._stage_knows or self._ranks is None or self._ranks.num_processes == 1:
-            return None
-        if self._is_adding_up:
-            return "while gradients were added up"
-        if self._plan.sp_size > 1 and any(isinstance(action, Computing) for action in rest):
-            return "while processes exchanged rows of a chunk"
-        return None
-
-    def _skip(self, action: Action) -> None:
-        """Take part in an action's messages and collectives without computing."""
-        match action:
-            case Send() | Recv():
-                self._neighbour(action).skip(action)
-            case Unshard(stage) if not self._stage_knows:
-                self.unshard(stage)
-            case Reshard(stage):
-                self.reshard(stage)
-            case Backward(_, stage) if self.is_last(action):
-                if not self._stage_knows and stage not in self._agreed:
-                    self._agree_on(stage)
-
-    def _agree_on(self, stage: int) -> None:
-        if self._ranks is not None and self._base is not None:
-            self._agreed.add(stage)
-            failure = failure_of(self._ranks, self._outcome, self._ranks.stage_group)
-            self._stage_knows = failure is not None
-            if failure is not None and self._outcome is FINE:
-                raise failure
 
     def _neighbour(self, action: Send | Recv) -> Neighbour:
         if self._messages is None:

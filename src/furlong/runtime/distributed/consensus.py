@@ -5,12 +5,10 @@ sequence-parallel group reads a part of each sequence on each process. If models
 differ between processes, nothing fails, and a mixture is trained. So checksums are compared: of
 weights when they are sharded, of tokens before each step.
 
-A process that fails in the middle of a step frees its tensors and goes through the rest of its
-actions without computing: it sends zeros, receives, gathers weights and joins every agreement, in
-the same order as without the error. The processes of a stage agree that none has failed before
-they reduce gradients, and all processes agree at the end; if one has failed, all raise, and the
-same step can be taken again. If others wait for rows of a chunk, shards of gradients or weights
-that only the failed process can send, the run ends.
+Before the first action of a step all processes agree that none of them has failed; if one has, all
+raise, and the step can be taken again. A process that fails later closes its connections (see
+`failures`), for others wait for what only it can send: all raise, and the processes have to be
+started again.
 """
 
 from __future__ import annotations
@@ -30,13 +28,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from furlong.errors import (
     ConfigError,
     ElsewhereError,
-    NoMemoryElsewhereError,
     in_four_parts,
     in_short,
     reason_of,
 )
 from furlong.models.decoder import HFDecoder
-from furlong.ops.backends.select import is_out_of_memory
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_replicas
 from furlong.runtime.batch import ShiftedSequence
@@ -44,10 +40,8 @@ from furlong.runtime.distributed.failures import is_lost, lost
 from furlong.runtime.distributed.mesh import Ranks
 
 _T = TypeVar("_T")
-_FAILED, _NO_MEMORY = 1, 2
-Outcome = tuple[int, str]
-"""(status code of a process, the reason in one line)."""
-FINE: Outcome = (0, "")
+FINE = ""
+"""The outcome of a process that has not failed; else the reason in one line."""
 
 
 def gathered(
@@ -100,7 +94,7 @@ def _together(
 
 def failure_of(
     ranks: Ranks,
-    own: Outcome = FINE,
+    own: str = FINE,
     group: dist.ProcessGroup | None = None,
     *,
     place: str = "a step",
@@ -111,12 +105,12 @@ def failure_of(
 
 
 def _fared(
-    ranks: Ranks, own: Outcome, group: dist.ProcessGroup | None, place: str, brought: int = 0
+    ranks: Ranks, own: str, group: dist.ProcessGroup | None, place: str, brought: int = 0
 ) -> tuple[ElsewhereError | None, list[int]]:
     """Return the error of `failure_of`, and the number `brought` by each process."""
     group = group or ranks.group
     try:
-        rows = gathered(ranks, (own[0], zlib.crc32(place.encode()), brought), group)
+        rows = gathered(ranks, (int(own != FINE), zlib.crc32(place.encode()), brought), group)
     except RuntimeError as error:
         if not is_lost(error):
             raise
@@ -134,32 +128,24 @@ def _fared(
             change="where one process makes no loss, or its loss raises an error, end it or skip "
             "the backward on all",
         )
-    codes = [code for code, *_ in rows]
-    failed = [at for at, code in enumerate(codes) if code]
+    failed = [at for at, (has_failed, *_) in enumerate(rows) if has_failed]
     if not failed:
         return None, [number for *_, number in rows]
-    texts = [""] * len(codes)
-    dist.all_gather_object(texts, own[1], group=group)
-    memory = all(codes[at] == _NO_MEMORY for at in failed)
+    texts = [""] * len(rows)
+    dist.all_gather_object(texts, own, group=group)
     names = ", ".join(str(dist.get_global_rank(group, at)) for at in failed)
-    kind = NoMemoryElsewhereError if memory else ElsewhereError
-    what = "out of memory" if memory else "an error"
     text = in_four_parts(
-        given=f"{what} on process {names} ({texts[failed[0]]})",
+        given=f"an error on process {names} ({texts[failed[0]]})",
         required=f"{place} that every process can take: all take it, or none does",
         source=f"process {names}, which raises the error itself",
-        change="take smaller chunks on all processes"
-        if memory
-        else "mend there what it tells; then all processes can make the call again",
+        change="mend there what it tells; then all processes can make the call again",
     )
-    return kind(text), []
+    return ElsewhereError(text), []
 
 
-def outcome_of(error: BaseException) -> Outcome:
+def outcome_of(error: BaseException) -> str:
     """Return the outcome to report for an error: FINE if it reports another process's failure."""
-    if isinstance(error, ElsewhereError):
-        return FINE
-    return _NO_MEMORY if is_out_of_memory(error) else _FAILED, reason_of(error)
+    return FINE if isinstance(error, ElsewhereError) else reason_of(error)
 
 
 def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list[_T]:

@@ -150,16 +150,6 @@ class Neighbour:
             x, text = self._empty(action), f"post {format_action(action)}"
             self._posted = self._into.guarded(text, lambda: self._into.begin(x)), x
 
-    def skip(self, action: Send | Recv) -> None:
-        """After an error, complete a message if it is still due: send zeros, or receive."""
-        todo = self._to_send if isinstance(action, Send) else self._to_recv
-        if next(iter(todo), None) != action:
-            return
-        if isinstance(action, Send):
-            self.send(action, self._empty(action).zero_())
-        else:
-            self.recv(action)
-
     def drain(self, most: int | None = 0) -> None:
         """Wait until at most `most` sends are unfinished; None: only drop finished ones."""
         while self._under_way:
