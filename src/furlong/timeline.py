@@ -62,7 +62,7 @@ class Timeline:
         return max((r.device_bytes for r in self.records), default=0)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Seconds per kind (`F`, `R`, `B`, `K`, `send`, ..., `copy`), summed over ranks."""
+        """Return seconds per kind (`F`, `R`, `B`, `K`, `send`, ..., `copy`), summed over ranks."""
         seconds: dict[str, float] = defaultdict(float)
         for record in self.records:
             word = record.text.split()[0]

@@ -176,7 +176,7 @@ def _near_choice(value: object, errors: Sequence[ErrorDetails]) -> str:
 
 
 def _unknown(key: str, name: str, source: str) -> ConfigError:
-    """Return the error for an unknown key, the last part of which is `name`."""
+    """Return the error for an unknown key; `name`: its last part."""
     outer = key.rpartition(".")[0]
     if key == name and key in all_keys():  # written with dots, as a flag is, in a file
         section, _, inner = key.partition(".")

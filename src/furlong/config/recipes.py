@@ -227,7 +227,7 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
         )
         _follow(blocks, words)
         if not is_call and (blocks or not is_sure or words[:1] in _UNSURE):
-            for name in _names_in(words):  # now unknown: each stands for itself
+            for name in _names_in(words):  # now unknown: references to them stay
                 environment |= {name: f"${{{name}}}", f"{name}[@]": f"${{{name}[@]}}"}
             continue
         while words and _ASSIGNMENT.match(words[0]):
@@ -278,7 +278,7 @@ def _of_script(file: Path, text: str, command: int | None) -> Recipe:
         doubt = f"{program} is read as transformers' Trainer; what else its code does is unknown"
     _read_deepspeed(keys, file)
     if dialect == "ms-swift" and {"NPROC_PER_NODE", "NNODES"}.isdisjoint(environment):
-        environment.pop("CUDA_VISIBLE_DEVICES", None)  # one process, whose layers are shared out
+        environment.pop("CUDA_VISIBLE_DEVICES", None)  # one process; its GPUs share the layers
     num_processes = _processes(launch | keys, environment)
     return Recipe(dialect, own | keys, num_processes, environment, file, doubt)
 

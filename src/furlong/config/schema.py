@@ -849,7 +849,7 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
 
 
 def _check_options(run: RunConfig) -> None:
-    """Raises PydanticCustomError for a key without the one whose option it is."""
+    """Raise PydanticCustomError if a key is set without the value of another key that it needs."""
     for key, of, values, why in _OPTIONS:
         value, default, other = _value_of(run, key), all_keys()[key].default, _value_of(run, of)
         is_set = value != default and (default is not None or bool(value))

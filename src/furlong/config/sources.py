@@ -128,14 +128,14 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class RunFlags(NamedTuple):
-    """The parsed flags of a command line: keys of a run, and a verb's own arguments."""
+    """The parsed flags of a command line: keys of a run, and other arguments of the verb."""
 
     values: dict[str, Any]
     """Values by the key of a run, such as `train.lr`."""
     names: frozenset[str]
     """Names of all flags that were given, such as `--train.lr`."""
     own: argparse.Namespace
-    """The verb's own arguments."""
+    """The other arguments of the verb."""
 
 
 def read_flags(parser: FlagParser, arguments: Sequence[str]) -> RunFlags:
