@@ -226,8 +226,8 @@ def test_the_rules_can_fail():
 
 
 MOST_FILES_OF_A_PLAN = 45
-MOST_FILES_OF_A_FIRST_STEP = 94
-MOST_FILES_OF_A_STEP = {"one device": 33, "token values": 34, "sp 2": 36}
+MOST_FILES_OF_A_FIRST_STEP = 95
+MOST_FILES_OF_A_STEP = {"one device": 33, "token values": 34, "sp 2": 37}
 """Planners and plan included. Raise one of them for a file that a reader of a step gains by."""
 
 

@@ -157,11 +157,11 @@ MUTANTS = {
         "test_api.py::test_what_is_put_into_a_checked_model_is_checked",
     ),
     "a model is not checked anew when it trains": Mutant(
-        "weights)), modes", "weights)), 0",
+        "structure, hash(modes), trained", "structure, 0, trained",
         "test_api_refusals.py::test_what_differs_in_train_mode_alone_is_refused",
     ),
     "a model may be called while a step of it runs": Mutant(
-        "hooked(bare_model(self.given), refuse_call),", "",
+        "self.state.running(), hooked(base, refuse_call):", "self.state.running():",
         "test_calls_beside.py::test_a_plain_call_while_a_step_runs_is_refused_wherever_it_comes",
     ),
     # several processes

@@ -121,7 +121,7 @@ def test_what_transformers_keeps_in_float32_computes_in_float32() -> None:
     kept = adapter.stays_float32(torch.bfloat16)
     gate = model.model.layers[1].mlp.gate
     assert any(parameter is gate.weight for parameter in kept)
-    with compute_parameters(model, torch.bfloat16, unchanged=kept):
+    with compute_parameters(model.modules(), torch.bfloat16, unchanged=kept):
         assert gate.weight.dtype == torch.float32
         assert model.model.layers[1].self_attn.q_proj.weight.dtype == torch.bfloat16
     dtypes = []
@@ -135,7 +135,7 @@ def test_what_transformers_keeps_in_float32_computes_in_float32() -> None:
 def test_tied_parameters_are_one_leaf() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
-    with compute_parameters(model, torch.bfloat16):
+    with compute_parameters(model.modules(), torch.bfloat16):
         assert model[0].weight is model[1].weight and model[0].weight.dtype == torch.bfloat16
         model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
     assert model[0].weight.grad is not None and model[0].weight.grad.dtype == torch.float32
@@ -157,7 +157,7 @@ def test_parameters_that_nothing_reaches_keep_no_gradient():
 def test_chunks_are_summed_in_float32(dtype):
     """In bfloat16 256 + 1 is 256."""
     layer, x = nn.Linear(1, 1, bias=False).to(dtype), torch.ones(1, 1, dtype=torch.bfloat16)
-    with compute_parameters(layer, torch.bfloat16):
+    with compute_parameters(layer.modules(), torch.bfloat16):
         for _ in range(512):
             layer(x).sum().backward()
     assert layer.weight.grad.dtype == dtype and layer.weight.grad.item() == 512

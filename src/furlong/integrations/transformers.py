@@ -51,7 +51,7 @@ from furlong.runtime.distributed.consensus import each_of, require_same, togethe
 from furlong.runtime.distributed.fsdp import reshard
 from furlong.runtime.distributed.mesh import Ranks, ranks_given
 from furlong.runtime.rng import RNGState, modes_kept, replayed
-from furlong.runtime.session import HOOKS, fingerprint
+from furlong.runtime.scan import HOOKS, scan
 from furlong.testing import relative_error
 from furlong.values import (
     Extras,
@@ -254,7 +254,7 @@ def require_model_loss(trainer: Any) -> None:
         if "fused_lm_head" in inspect.signature(own.base.forward, follow_wrapped=False).parameters:
             given["fused_lm_head"] = True  # TRL's
     state = RNGState.read(own.device)
-    with modes_kept(model), forward_as_written(own.base, own.max_seq_len):
+    with modes_kept(model), forward_as_written([*own.base.modules()], own.max_seq_len):
         model.train()
         with replayed(state, own.device):
             logits = own.whole_logits(ids)
@@ -625,7 +625,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         own = vars(self.engine.model.base)
         numbers = [(n, x) for n, x in own.items() if isinstance(x, int | float | str)]
         buffers = [(n, id(x), x._version) for n, x in own["_buffers"].items() if x is not None]
-        return fingerprint(self.model)[0], buffers, [x for x in numbers if x[0] != "training"]
+        structure, *_ = scan(self.model, self.model).fingerprint
+        return structure, buffers, [x for x in numbers if x[0] != "training"]
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ from transformers import AttentionInterface
 
 from furlong.errors import ConfigError
 from furlong.families import ATTENTION_BLOCK, CHUNKED
-from furlong.models.support import COMPILED_CALL, rope_types, unsupported
+from furlong.models.support import COMPILED_CALL, having, rope_types, unsupported
 from furlong.ops.attention import AttentionRule
 from furlong.ops.latent import Expansion
 from furlong.plan.passes import Pass
@@ -332,17 +333,15 @@ _PINNED = "pinned"
 
 @contextmanager
 def chunked_attention(
-    base: nn.Module, max_seq_len: int | None, compiled: Collection[nn.Module] = ()
-) -> Iterator[None]:
+    modules: Sequence[nn.Module], attending: Iterable[nn.Module], max_seq_len: int | None,
+    compiled: Collection[nn.Module] = (),
+) -> Iterator[None]:  # fmt: skip
     """Context manager: run every layer's attention through `attention`, and give a `LayerCache` to
-    attention modules that need one.
-
-    `compiled`: modules that stay compiled in place.
-    """
+    those of `attending` that need one. Other arguments: see `forward_as_written`."""
     AttentionInterface.register(ATTENTION_NAME, attention)
-    ours = [(vars(x), "_attn_implementation_internal", ATTENTION_NAME) for x in _configs(base)]
-    with patched(ours), forward_as_written(base, max_seq_len, compiled), ExitStack() as stack:
-        for module in base.modules():
+    ours = [("_attn_implementation_internal", ATTENTION_NAME)]
+    with forward_as_written(modules, max_seq_len, compiled, ours), ExitStack() as stack:
+        for module in attending:
             if scales_by_position(module) or _has_latents(module):
                 hook = module.register_forward_pre_hook(_give_cache, with_kwargs=True)
                 stack.callback(hook.remove)
@@ -351,39 +350,40 @@ def chunked_attention(
 
 @contextmanager
 def forward_as_written(
-    base: nn.Module, max_seq_len: int | None, compiled: Collection[nn.Module] = ()
-) -> Iterator[None]:
-    """Context manager: run the model uncompiled (except `compiled`), without gradient
-    checkpointing, with return_dict, and with longrope's factors for `max_seq_len`."""
-    written = set(base.modules()).difference(compiled)
+    modules: Sequence[nn.Module], max_seq_len: int | None, compiled: Collection[nn.Module] = (),
+    settings: Iterable[tuple[str, Any]] = (),
+) -> Iterator[None]:  # fmt: skip
+    """Context manager: run a model uncompiled (except `compiled`), without gradient checkpointing,
+    with return_dict, and with longrope's factors for `max_seq_len`.
+
+    `modules`: all of the model's, itself first; `settings`: other values of its configs.
+    """
+    configs = {id(module.config): module.config for module in having(modules, "config")}.values()
     plain: list[Change] = [
         # the plan decides what is recomputed
-        *((vars(m), "gradient_checkpointing", False) for m in base.modules()
-          if getattr(m, "gradient_checkpointing", False) is True),
-        *((vars(m), COMPILED_CALL, ABSENT) for m in written if COMPILED_CALL in vars(m)),
+        *((vars(m), "gradient_checkpointing", False)
+          for m in having(modules, "gradient_checkpointing") if m.gradient_checkpointing is True),
+        *((vars(m), COMPILED_CALL, ABSENT) for m in modules
+          if COMPILED_CALL in vars(m) and m not in compiled),
         # a config that asks for tuples breaks transformers' own heads
-        *((vars(x), "return_dict", True) for x in _configs(base)
+        *((vars(x), "return_dict", True) for x in configs
           if getattr(x, "return_dict", True) is False),
+        *((vars(x), *setting) for x, setting in product(configs, settings)),
     ]  # fmt: skip
-    with patched(plain), patched(_pinned_longrope(base, max_seq_len)):
+    with patched(plain), patched(_pinned_longrope(modules, max_seq_len)):
         yield
 
 
-def _configs(base: nn.Module) -> list[Any]:
-    """The configs that the model's modules hold."""
-    return list({id(m.config): m.config for m in base.modules() if hasattr(m, "config")}.values())
-
-
-def _pinned_longrope(base: nn.Module, max_seq_len: int | None) -> Iterator[Change]:
+def _pinned_longrope(modules: Sequence[Any], max_seq_len: int | None) -> Iterator[Change]:
     """Choose longrope's factors once, by the run's longest sequence, and yield changes that keep
     them.
 
     transformers chooses them in each call, by its largest position, so that a chunk could have
     other factors than its whole sequence. A model has one RoPE type, or one per layer type.
     """
-    if max_seq_len is None or "longrope" not in rope_types(base.config.get_text_config()):  # type: ignore[operator, union-attr]
+    if max_seq_len is None or "longrope" not in rope_types(modules[0].config.get_text_config()):
         return
-    for rotary in base.modules():
+    for rotary in modules:
         rope_type: Any = getattr(rotary, "rope_type", None)
         if isinstance(rope_type, dict):
             for layer_type in [name for name, t in rope_type.items() if t == "longrope"]:

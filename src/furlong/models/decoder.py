@@ -315,7 +315,7 @@ class HFDecoder:
         """The decoder's layers, which it must hold in one list."""
         return list(layer_list(self.base)[1])
 
-    @property
+    @cached_property
     def local_layers(self) -> range:
         """The layers that this process holds: all, or those of one stage."""
         return local_layers_of(self.base)
@@ -432,7 +432,7 @@ class HFDecoder:
 
     def _outside(self, run: Callable[[], Tensor]) -> Tensor:
         """Run with the model's own attention and return the only sequence (T, any)."""
-        with forward_as_written(self.base, self.max_seq_len):
+        with forward_as_written([*self.base.modules()], self.max_seq_len):
             return call_root(self.base, run)[0]
 
     def stays_float32(self, compute_dtype: torch.dtype) -> list[nn.Parameter]:
@@ -450,12 +450,12 @@ class HFDecoder:
         return [p for name, p in self.base.named_parameters() if pattern.search(name)]
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self, modules: Sequence[nn.Module] = ()) -> Iterator[None]:
         """Context manager: run attention and mixers through furlong; the model is restored on
-        exit, also after an error."""
-        mixers = self.probed.mixers
+        exit, also after an error. `modules`: the base model's, if the caller knows them."""
+        mixers, modules = self.probed.mixers, modules or [*self.base.modules()]
         with (
-            chunked_attention(self.base, self.max_seq_len, self.compiled),
+            chunked_attention(modules, self.attention_modules, self.max_seq_len, self.compiled),
             relaying(mixers) if mixers else nullcontext(),
             patched(self.fused),
             hooked(self.decoder, self._refuse_others),
@@ -486,7 +486,7 @@ class HFDecoder:
         first = self.layers[self.local_layers.start] if placeholders else self.decoder
         with (
             torch.random.fork_rng(devices),
-            chunked_attention(self.base, self.max_seq_len),
+            chunked_attention([*self.base.modules()], self.attention_modules, self.max_seq_len),
             patched((vars(placeholder), "like", first) for placeholder in placeholders),
             watching(self.decoder, self.attention_modules, self.device) as watch,
         ):
@@ -541,7 +541,7 @@ class HFDecoder:
         """Events of the decoder's layers, in order; None: attention in each layer."""
         return self.probed.events if self.probed.mixers else None
 
-    @property
+    @cached_property
     def compiled(self) -> list[nn.Module]:
         """Modules compiled in place that stay compiled in chunks: layers, their submodules, and the
         head. Empty if the model has mixers, whose calls are cut into slices."""

@@ -9,7 +9,7 @@ inside a call of the root (`call_root`), before layers are replaced by those of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -65,16 +65,30 @@ COMPILED_CALL = "_compiled_call_impl"
 def bare_model(model: nn.Module) -> nn.Module:
     """Return the transformers model inside a compiled model or a peft model.
 
-    Raises UnsupportedModelError for multi-device wrappers, and for adapters that change more than
-    the layers into which they are inserted.
+    Raises UnsupportedModelError for multi-device wrappers, for adapters that change more than the
+    layers into which they are inserted, and for modules that shard, checkpoint or compile others.
     """
+    bare = unwrapped(model)
+    _refuse(bare, _WRAPPED[-1:])
+    return bare
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return `bare_model(model)` without a look at its modules."""
     bare: Any = getattr(model, "_orig_mod", model)  # torch.compile(model)
     if hasattr(bare, "get_base_model"):
-        _refuse(bare, _WRAPPED[:-1])  # the last row is about modules: checked without the wrapper
+        _refuse(bare, _WRAPPED[:-1])
         bare = bare.get_base_model()
         bare = getattr(bare, "_orig_mod", bare)
-    _refuse(bare, _WRAPPED)
+    _refuse(bare, _WRAPPED[:-1])
     return bare  # type: ignore[no-any-return]
+
+
+def having(modules: Collection[nn.Module], name: str) -> list[Any]:
+    """Return the modules that have an attribute, on the instance or its class. `hasattr` also
+    searches submodules and parameters, and raises and catches an error where it finds nothing."""
+    kinds = {kind for kind in map(type, modules) if hasattr(kind, name)}
+    return [module for module in modules if type(module) in kinds or name in vars(module)]
 
 
 def compiled_in_place(model: nn.Module) -> list[nn.Module]:
@@ -88,10 +102,26 @@ def refuse_state(model: nn.Module) -> None:
     _refuse(model, _STATE)
 
 
-def refuse_trained(model: nn.Module, *, hooks: bool) -> None:
+def refuse_trained(
+    model: nn.Module, modules: Collection[Any], parameters: Iterable[Any], *, hooks: bool
+) -> None:
     """Raise UnsupportedModelError for parameters whose gradients cannot be summed over chunks.
-    `hooks`: also for hooks on them."""
-    _refuse(model, _TRAINED if hooks else _TRAINED[:1])
+    `modules` and `parameters`: the model's; `hooks`: also for hooks on parameters."""
+    if any(map(_is_sparse, having(modules, "sparse"))) or (
+        hooks and any(map(_has_hook, parameters))
+    ):
+        _refuse(model, _TRAINED if hooks else _TRAINED[:1])  # finds the name
+
+
+def _is_sparse(module: Any) -> bool:
+    """Whether a module's gradients are sparse."""
+    is_sparse = bool(getattr(module, "sparse", False))
+    return is_sparse and any(p.requires_grad for p in module.parameters())
+
+
+def _has_hook(parameter: Any) -> bool:
+    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter.requires_grad and hooks)
 
 
 def refuse_unsupported(
@@ -248,13 +278,11 @@ _STATE: tuple[RefusalRule, ...] = (
      "token by token", "change .grad after the backward"),
 )  # fmt: skip
 _TRAINED: tuple[RefusalRule, ...] = (
-    (lambda m: _first(m.named_modules(), lambda x: getattr(x, "sparse", False) and any(
-        p.requires_grad for p in x.parameters())),
+    (lambda m: _first(m.named_modules(), _is_sparse),
      "has sparse gradients at {}",
      "dense gradients, to which those of other chunks can be added in place",
      "set its sparse = False, or freeze it"),
-    (lambda m: _first(m.named_parameters(), lambda p: p.requires_grad and (
-        p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))),
+    (lambda m: _first(m.named_parameters(), _has_hook),
      "has a hook on {}: it would run once per chunk, on a part of the gradient",
      "no hooks on parameters, as optimizers inside the backward use",
      "change .grad, or update the weights, after forward_backward (a trainer's callback: in "

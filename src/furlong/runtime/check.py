@@ -601,7 +601,7 @@ def mixer_errors(model: HFDecoder, backend: Backend, agree: Agree = dict) -> lis
     kinds = {type(mixer.module): mixer for mixer in reversed(model.probed.mixers)}
     if not kinds:
         return []
-    with forward_as_written(model.base, model.max_seq_len):
+    with forward_as_written([*model.base.modules()], model.max_seq_len):
         calls = model.calls_of(list(kinds.values()), sum(_LENS))
         names = {module: name for name, module in model.base.named_modules()}
         found = []

@@ -140,13 +140,12 @@ class Executor:
         self._outbox: dict[Message, Tensor] = {}
         self._cells: dict[tuple[int, int], Cell] = {}
         self._kv_dead, self._input_dead = kv_frees(plan, rank), input_frees(plan, rank)
-        self._draws = any(module.training for module in model.model.modules())
         self._head, self._modes = head or LossHead(model, plan, batch), modes
         self._recorder = Recorder(pools, rank, **measuring)
         self.token_losses = self._head.token_losses
         """Token losses (T,) of each sequence; empty for a plan with backwards."""
         self.has_drawn = False
-        """Whether a forward in train mode drew random numbers."""
+        """Whether a forward drew random numbers."""
         self.num_labels = 0
         """Labels that have been evaluated on all ranks; set by `run`."""
 
@@ -230,7 +229,7 @@ class Executor:
         at = action.chunk, action.stage
         if isinstance(action, Forward):
             self._cells[at] = self._open(*at)
-            if self._draws and what.computes != "nothing":
+            if what.computes != "nothing":
                 self._cells[at].rng = RNGState.read(self._model.device)
         cell = self._cells[at]
         with replayed(None if isinstance(action, Forward) else cell.rng, self._model.device):
@@ -261,7 +260,7 @@ class Executor:
         """Return the stage's output (T, D); raises KVReady where a pass ends at the last K,V."""
         chunk, stage = at
         own = self._inputs_of(chunk)
-        before = RNGState.read(self._model.device) if self._draws else None
+        before = RNGState.read(self._model.device)
         cell.begin_pass(what)
         try:
             with self._modes():
@@ -271,7 +270,7 @@ class Executor:
             cell.require_met(self._model.name)
             raise
         finally:
-            if before is not None and not self.has_drawn:
+            if not self.has_drawn:
                 self.has_drawn = not before.equals(RNGState.read(self._model.device))
         # LayerDrop skips layers in some forwards only, which the self-check need not have met
         cell.require_met(self._model.name)

@@ -6,7 +6,7 @@ dtype and are added to float32 sums at once. (bf16 sums over 64 chunks cost 0.8 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 @contextmanager
 def compute_parameters(
-    model: nn.Module,
+    modules: Iterable[nn.Module],
     compute_dtype: torch.dtype | None,
     *,
     unchanged: Collection[nn.Parameter] = (),
     returned: dict[int, Tensor] | None = None,
 ) -> Iterator[None]:
-    """Context manager: replace the model's parameters by leaves of `compute_dtype`.
+    """Context manager: replace the parameters of a model's `modules` by leaves of `compute_dtype`.
 
-    On exit, also after an error, the model has its original parameters again. Gradients of float32
-    and wider parameters are added to `.grad` as they arrive. Those of narrower ones are summed in
-    float32 or wider, and added to `.grad` on exit, rounded once.
+    On exit, also after an error, the modules have their original parameters again. Gradients of
+    float32 and wider parameters are added to `.grad` as they arrive. Those of narrower ones are
+    summed in float32 or wider, and added to `.grad` on exit, rounded once.
 
     Args:
         compute_dtype: None: each parameter's dtype.
@@ -36,7 +36,7 @@ def compute_parameters(
     """
     places = [
         (module, name, parameter)
-        for module in model.modules()
+        for module in modules
         for name, parameter in module._parameters.items()
         if parameter is not None
     ]
@@ -50,8 +50,8 @@ def compute_parameters(
         try:
             for key, parameter in parameters.items():
                 dtype = parameter.dtype if key in as_they_are else compute_dtype
-                leaf, is_own = parameter, returned is not None or parameter.dtype != dtype
-                if is_own and parameter.is_floating_point():
+                leaf, is_apart = parameter, returned is not None and parameter.requires_grad
+                if (is_apart or parameter.dtype != dtype) and parameter.is_floating_point():
                     data = parameter.detach().to(dtype)
                     leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 leaves[key], is_summed = leaf, returned is not None or _is_narrow(parameter)
@@ -73,12 +73,14 @@ def compute_parameters(
 
 
 @contextmanager
-def added_gradients(model: nn.Module, *, keeps_zeros: bool = False) -> Iterator[None]:
+def added_gradients(
+    parameters: Iterable[nn.Parameter], *, keeps_zeros: bool = False
+) -> Iterator[None]:
     """Context manager for a step: after an error, parameters that had no `.grad` have none.
 
     `keeps_zeros`: trained parameters without a gradient get zeros, as a sampled plan needs: an
     optimizer would skip them otherwise."""
-    without = [parameter for parameter in model.parameters() if parameter.grad is None]
+    without = [parameter for parameter in parameters if parameter.grad is None]
     try:
         yield
     except BaseException:

@@ -7,20 +7,16 @@ refused or, for an autocast, entered again around each pass.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -43,12 +39,12 @@ from furlong.models.fused import Agreed
 from furlong.models.placeholders import PlaceholderLayer
 from furlong.models.quantized import settle
 from furlong.models.support import (
-    COMPILED_CALL,
     bare_model,
     other_dropouts,
     refuse_attention_dropout,
     refuse_state,
     refuse_trained,
+    unwrapped,
 )
 from furlong.ops.backends.select import ProbedBackend
 from furlong.ops.sequence_parallel import AllToAll
@@ -59,11 +55,12 @@ from furlong.runtime.check import Agree, self_check
 from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline
 from furlong.runtime.distributed.consensus import each_of, gathered, require_equal, together
 from furlong.runtime.distributed.failures import is_lost, leave, lost
-from furlong.runtime.distributed.fsdp import one_layer_at_a_time, one_step, shard
+from furlong.runtime.distributed.fsdp import one_layer_at_a_time, one_step, reshard, shard
 from furlong.runtime.distributed.mesh import Ranks, ranks_given, require_stages
 from furlong.runtime.distributed.p2p import Parcel
 from furlong.runtime.precision import added_gradients, compute_parameters
 from furlong.runtime.rng import RNGState, independent_draws, replayed
+from furlong.runtime.scan import Fingerprint, ModelScan, mode_of, module_facts, scan
 
 
 @dataclass
@@ -202,6 +199,8 @@ class Session:
     """A model with one engine's settings. `model` is its adapter, as of the last `call`."""
 
     model: HFDecoder
+    scan: ModelScan
+    """The model as the current call finds it."""
 
     def __init__(
         self,
@@ -228,7 +227,7 @@ class Session:
         self.state = _STATES.setdefault(bare_model(given), ModelState())
         self.ranks: Ranks | None = None
         self.ranks = ranks_given(ranks, process_group, self.autocast_kind, offload_weights)
-        self._fingerprint: tuple[int, int, int] | None = None
+        self._fingerprint: Fingerprint | None = None
 
     @contextmanager
     def alone(self, *, takes_autocast: bool = False) -> Iterator[None]:
@@ -236,14 +235,18 @@ class Session:
         autograd, and disable autocast. A caller's autocast of another dtype than the compute dtype
         is refused, unless `takes_autocast`: then the call enters it around each pass."""
         refuse_mode()
-        if not takes_autocast:
-            refuse_autocast(self.given, self.autocast_kind, self.compute_dtype)
-        with (
-            self.state.running(),
-            hooked(bare_model(self.given), refuse_call),
-            torch.autocast(self.autocast_kind, enabled=False),
-        ):
-            yield
+        base, kind = unwrapped(self.given), self.autocast_kind
+        with self.state.running(), hooked(base, refuse_call):
+            if self._is_sharded:
+                reshard(base)  # a direct call of the model leaves weights gathered
+            self.scan = scan(self.given, base)
+            if not takes_autocast:
+                refuse_autocast(self.scan.parameters, kind, self.compute_dtype)
+            try:
+                with torch.autocast(kind, enabled=False):
+                    yield
+            finally:
+                vars(self).pop("scan", None)  # it would keep modules that a caller replaces
 
     @contextmanager
     def call(self, place: str, *, takes_autocast: bool = False) -> Iterator[None]:
@@ -265,20 +268,18 @@ class Session:
                 )
             )
         with self.heard(place), ExitStack() as stack:
-            base, now = bare_model(self.given), (0, 0, 0)
 
             def enter() -> int:
-                nonlocal now
                 stack.enter_context(self.alone(takes_autocast=takes_autocast))
-                now = fingerprint(base)
                 self.state.open_pools(self.device, self.storage)
                 lacks_links = self.ranks is not None and self.ranks.pp > 1
                 lacks_links = lacks_links and self.state.pipeline is None
-                return _CHANGED * (now != self._fingerprint) + _UNLINKED * lacks_links
+                is_changed = self.scan.fingerprint != self._fingerprint
+                return _CHANGED * is_changed + _UNLINKED * lacks_links
 
             news = each_of(self.ranks, enter, place)
             if any(own & _CHANGED for own in news):
-                self._adapt(base, now)
+                self._adapt()
             if self.ranks is not None and any(own & _UNLINKED for own in news):
                 self.state.close_links()
                 self.state.pipeline = open_pipeline(self.ranks, self.model)
@@ -305,11 +306,12 @@ class Session:
             leave(f"left it by {reason_of(error)}", groups)  # the first reason stays
             raise
 
-    def _adapt(self, base: nn.Module, now: tuple[int, int, int]) -> None:
+    def _adapt(self) -> None:
         """Wrap, compare, check and shard the model, which has changed on some process."""
-        together(self.ranks, partial(self._wrap, base, now))
+        together(self.ranks, self._wrap)
         if self.ranks is not None:
-            settings = {"max_seq_len": str(self.max_seq_len), "mode": _mode(base)}
+            base = self.model.base
+            settings = {"max_seq_len": str(self.max_seq_len), "mode": mode_of(base)}
             require_equal(
                 self.model, self.ranks, self.compute_dtype, settings, module_facts(base),
                 are_known=self.state.ranks is not None,
@@ -317,20 +319,20 @@ class Session:
         ranks = self.ranks if self.state.ranks is None else None
         if ranks is not None and self.offload_weights:  # check on the compute device
             self._shard(ranks)
-            ranks, now = None, fingerprint(base)
-        self.require_checked((self.model.num_layers,), now)
-        self._fingerprint = now
+            ranks = None
+        self.require_checked((self.model.num_layers,))
         if ranks is not None:
-            self._shard(ranks)
-            self._fingerprint = fingerprint(base)  # sharding needs no second check
-            self.state.checked.add(self._key(self._fingerprint, (self.model.num_layers,)))
+            self._shard(ranks)  # needs no second check
+            self.state.checked.add(self._key((self.model.num_layers,)))
+        self._fingerprint = self.scan.fingerprint
 
-    def _wrap(self, base: nn.Module, now: tuple[int, int, int]) -> None:
+    def _wrap(self) -> None:
         """Create the model's adapter, or keep it if only modes have changed."""
+        base = self.scan.modules[0]
         self._require_own_shards(base)
-        if self._fingerprint is None or now[0] != self._fingerprint[0]:
+        if self._fingerprint is None or self.scan.fingerprint[0] != self._fingerprint[0]:
             self._fingerprint = None  # after an error the old adapter must not be used
-            settle(base)
+            settle(bare_model(self.given))
             refuse_state(base)
             self.model = HFDecoder(
                 self.given,
@@ -365,16 +367,18 @@ class Session:
             decoder: The adapter to install, by default the newest. The second phase of token
                 values passes that of its forward, in case the model was wrapped anew meanwhile.
         """
-        model, trains = self.model.model, plan is not None and bool(plan.trained)
+        found, trains = self.scan, plan is not None and bool(plan.trained)
         with ExitStack() as stack:
             if trains:
-                refuse_trained(model, hooks=returned is None)
+                refuse_trained(
+                    self.model.model, found.modules, found.parameters, hooks=returned is None
+                )
             if plan is not None and trains and returned is None:
                 if self.state.pipeline is not None:
                     stack.enter_context(self.state.pipeline.adding_up(self.model))
-                stack.enter_context(added_gradients(model, keeps_zeros=plan.sampled))
+                stack.enter_context(added_gradients(found.parameters, keeps_zeros=plan.sampled))
             stack.enter_context(self._weights(returned, plan))
-            stack.enter_context((decoder or self.model).installed())
+            stack.enter_context((decoder or self.model).installed(found.modules))
             if self.ranks is not None and self.ranks.num_processes > 1:
                 # dropout masks must differ between processes
                 number = dist.get_rank(self.ranks.group)
@@ -390,12 +394,12 @@ class Session:
             return one_step(self.model.base, self.model.layers if gathers else ())
         dtype = self.compute_dtype
         unchanged = [] if dtype is None else self.model.stays_float32(dtype)
-        return compute_parameters(self.model.model, dtype, unchanged=unchanged, returned=returned)
+        return compute_parameters(self.scan.modules, dtype, unchanged=unchanged, returned=returned)
 
     def records(self) -> bool:
         """Whether autograd records a forward: for a trained parameter, or a hook of a frozen model
         that adds one, found by a forward of one token. Use it inside `call`."""
-        if any(parameter.requires_grad for parameter in self.model.model.parameters()):
+        if any(parameter.requires_grad for parameter in self.scan.parameters):
             return True
         if self.ranks is not None or not torch.is_grad_enabled():
             return False
@@ -474,14 +478,10 @@ class Session:
         ranks = self.state.ranks
         return ranks is not None and ranks.divides
 
-    def require_checked(
-        self, heights: tuple[int, ...], now: tuple[int, int, int] | None = None
-    ) -> None:
-        """Run the self-check for stages of `heights` layers, if any process has not passed it.
-        `now`: the model's fingerprint, by default that of the last `call`. A collective."""
-        now = now or self._fingerprint
-        assert now is not None
-        key = self._key(now, heights)
+    def require_checked(self, heights: tuple[int, ...]) -> None:
+        """Run the self-check for stages of `heights` layers, if any process has not passed it. A
+        collective."""
+        key = self._key(heights)
         lacks = _CHECK * (key not in self.state.checked)
         lacks += _PROBE * ("probed" not in vars(self.model))
         lacking = each_of(self.ranks, lambda: lacks)
@@ -524,14 +524,19 @@ class Session:
             warnings.warn(words, stacklevel=2)
         self.state.checked.add(key)
 
-    def _key(self, now: tuple[int, int, int], heights: tuple[int, ...]) -> tuple[object, ...]:
-        return now[:2], self.compute_dtype, self.max_seq_len, heights, self._is_entered
+    def _key(self, heights: tuple[int, ...]) -> tuple[object, ...]:
+        now = self.scan.fingerprint[:2]
+        return now, self.compute_dtype, self.max_seq_len, heights, self._is_entered
 
     def _shard(self, ranks: Ranks) -> None:
         """Shard the weights; warn if other objects still hold them whole."""
-        model = self.model
-        whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
-        share = partial(divide, model, ranks, self.compute_dtype, offload=self.offload_weights)
+        whole = [weakref.ref(p) for p in self.scan.parameters if p.requires_grad]
+        del self.scan  # it holds them, too
+
+        def share() -> None:
+            divide(self.model, ranks, self.compute_dtype, offload=self.offload_weights)
+            self.scan = scan(self.given, self.model.base)
+
         together(ranks, share)
         if ranks.divides and whole and all(parameter() is not None for parameter in whole):
             warnings.warn(_HELD_ELSEWHERE, stacklevel=5)
@@ -578,90 +583,6 @@ def divide(
     state.ranks, state.compute_dtype = ranks, compute_dtype
 
 
-def fingerprint(model: nn.Module) -> tuple[int, int, int]:
-    """Return three hashes of a model: structure, train or eval modes, trained parameters.
-
-    Structure is the config; of each module its type, active adapters, the code of its forward and
-    hooks, and whether it is compiled; of each parameter shape, dtype and device. The adapter
-    depends on it, its check on modes, too. Hashes are comparable within one process.
-    """
-    config: Any = getattr(model, "config", None)
-    text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
-    modules = tuple(
-        (id(module), type(module), _adapters(module), *_put_in(module, vars(module)))
-        for module in model.modules()
-    )
-    weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())
-    kernel = getattr(config, "_attn_implementation", None)
-    modes = hash(tuple(module.training for module in model.modules()))
-    trained = hash(tuple(p.requires_grad for p in model.parameters()))
-    return hash((text, kernel, modules, weights)), modes, trained
-
-
-def module_facts(model: nn.Module) -> dict[str, str]:
-    """Return each module's mode, hooks, forward and adapters, in words: unlike `fingerprint` they
-    can be compared between processes."""
-    facts = {}
-    for name, module in model.named_modules():
-        where = name or "the model"
-        hooks = [
-            f"{kind[1:-1]} {_code_in_words(hook)}"
-            for kind in HOOKS
-            for hook in vars(module)[kind].values()
-            if not str(getattr(hook, "__module__", "")).startswith(("torch.", "furlong."))
-        ]
-        facts[f"mode of {where}"] = _mode(module)
-        facts[f"hooks of {where}"] = ", ".join(hooks) or "none"
-        facts[f"forward of {where}"] = _code_in_words(module.forward)
-        facts[f"adapters of {where}"] = "{} (disabled: {})".format(*_adapters(module))
-    return facts
-
-
-def _code_in_words(function: Any) -> str:
-    """Return name and checksum of a function's code; the type of other callables."""
-    code = _code(function)
-    if not isinstance(code, CodeType):
-        return f"{code.__module__}.{code.__qualname__}"
-    # repr of other constants (code, frozensets) differs between processes
-    plain = [x for x in code.co_consts if isinstance(x, int | float | str | bytes | None)]
-    text = repr((code.co_names, plain)).encode() + code.co_code
-    return f"{code.co_qualname} {crc32(text):x}"
-
-
-def _mode(module: nn.Module) -> str:
-    return "training" if module.training else "evaluation"
-
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def _put_in(module: nn.Module, attributes: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the code of a module's hooks and forward, and whether it is compiled. Code objects
-    compare by value: addresses are reused, and a hook set anew for each step is the same."""
-    hooks = (tuple(map(_code, attributes[kind].values())) for kind in HOOKS)
-    return *hooks, _code(module.forward), attributes.get(COMPILED_CALL) is not None
-
-
-def _code(function: Any) -> Any:
-    return getattr(function, "__code__", type(function))
-
-
-def adapter_states(model: nn.Module) -> tuple[Any, ...]:
-    """Return for each module of peft its active adapters, whether they are disabled, and which are
-    merged into the weights."""
-    return tuple(
-        (*_adapters(module), tuple(module.__dict__.get("merged_adapters") or ()))
-        for module in model.modules()
-        if "_active_adapter" in module.__dict__ or "merged_adapters" in module.__dict__
-    )
-
-
-def _adapters(module: nn.Module) -> tuple[str, bool]:
-    """Return the active adapters of a module of peft, and whether they are disabled."""
-    disabled = bool(module.__dict__.get("_disable_adapters", False))
-    return str(getattr(module, "_active_adapter", "")), disabled
-
-
 def refuse_mode() -> None:
     """Raise ConfigError inside inference_mode or a torch.func transform."""
     if torch.is_inference_mode_enabled():
@@ -685,11 +606,13 @@ def refuse_call(module: nn.Module, _: object) -> None:
     raise called_within(module)
 
 
-def refuse_autocast(model: nn.Module, kind: str, compute_dtype: torch.dtype | None) -> None:
+def refuse_autocast(
+    parameters: Iterable[nn.Parameter], kind: str, compute_dtype: torch.dtype | None
+) -> None:
     """Raise ConfigError for a caller's autocast to another dtype than the compute dtype."""
     if torch.is_autocast_enabled(kind):
         wanted = torch.get_autocast_dtype(kind)
-        computing = {compute_dtype or p.dtype for p in model.parameters() if p.is_floating_point()}
+        computing = {compute_dtype or p.dtype for p in parameters if p.is_floating_point()}
         if computing != {wanted}:
             raise ConfigError(
                 given=f"torch.autocast to {wanted} around a model of "

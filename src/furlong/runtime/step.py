@@ -187,7 +187,7 @@ class StepResult:
     """Peak of offloaded bytes in CPU memory."""
     disk_bytes: int = 0
     has_drawn: bool = False
-    """Whether a forward in train mode drew random numbers on this process."""
+    """Whether a forward drew random numbers on this process."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other metrics of the loss, by name."""
     attention: Tally = field(default_factory=Tally)
@@ -395,7 +395,7 @@ def _agreed(
         if session.state.pipeline is not None:
             _require_stage(session, plan)
             num_frozen = model.num_frozen_layers if plan.frozen_stages else num_frozen
-        return divisor, num_frozen, any(p.requires_grad for p in model.model.parameters())
+        return divisor, num_frozen, any(p.requires_grad for p in session.scan.parameters)
 
     divisor, num_frozen, trains = together(ranks, find)
     if ranks is None:

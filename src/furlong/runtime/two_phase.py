@@ -17,8 +17,8 @@ the processes of a replica all compute the same loss.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from furlong.cost.machine import card_budget_bytes, free_ram_budget_bytes
 from furlong.errors import ConfigError, in_short
 from furlong.kv.pools import Pools
+from furlong.models.attention import patched
 from furlong.plan.plan import ChunkPlan, Forward
 from furlong.planners.chunks import Forks
 from furlong.planners.decide import with_keep
@@ -54,13 +55,12 @@ from furlong.runtime.distributed.consensus import (
     together,
     weights_checksum,
 )
-from furlong.runtime.distributed.fsdp import reshard
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.executor import Executor
 from furlong.runtime.head import OutputHead
 from furlong.runtime.precision import gradients_apart
-from furlong.runtime.rng import modes_kept
-from furlong.runtime.session import Autocast, Session, adapter_states
+from furlong.runtime.scan import ModelScan
+from furlong.runtime.session import Autocast, Session
 from furlong.runtime.step import memory_of, planned_batch, take_step
 from furlong.values import TokenFunction, require_function
 
@@ -86,7 +86,7 @@ class TwoPhases:
         self._batch = batch
         self._watch = watch
         self._model = session.model
-        self._at_forward = _AtForward(self._model.model)
+        self._at_forward = session.scan
         self._head = OutputHead(self._model, batch, function, autocast, is_rounded=autocast.enabled)
         state = session.state
         # separate pools: other calls may run, and fail, between the phases
@@ -119,9 +119,10 @@ class TwoPhases:
         try:
             self._head.cotangents = cotangents
             with self._session.alone(takes_autocast=True):
-                self._at_forward.require_same(model.model)  # while no other thread's call runs
+                # while no other thread's call runs
+                _require_unchanged(self._at_forward, self._session.scan)
                 with (
-                    self._at_forward.modes(model.model),
+                    _modes_of(self._at_forward),
                     self._session.computing(self._plan, returned, model),
                 ):
                     self._executor.skip(_unused(self._plan, self._batch, cotangents))
@@ -148,10 +149,9 @@ class TwoSteps:
         """`batch`: this replica's sequences. Other arguments: see `TwoPhases`."""
         assert session.ranks is not None
         self._session, self._ranks = session, session.ranks
-        reshard(session.model.base)  # a direct call of the model leaves weights gathered
         self._place = f"the backward of call {session.state.num_calls} of {_name(function)}"
         self._gradients, self._watch, self._options = gradients, watch, options
-        self._local, self._at_forward = batch, _AtForward(session.model.model)
+        self._local, self._at_forward = batch, session.scan
         self._plan, self._batch, self._own = planned_batch(
             session, options, lambda: batch, backward=False
         )
@@ -164,8 +164,8 @@ class TwoSteps:
         self._is_over = False
         self._records = torch.is_grad_enabled()  # read here: it is off in the node's forward
         self._checksum = weights_checksum(self.parameters) if self._records else 0
-        reached = session.model.model if function else session.model.decoder
-        ids = {id(parameter) for parameter in reached.parameters()}
+        reached = self.parameters if function else session.model.decoder.parameters()
+        ids = {id(parameter) for parameter in reached}
         self._head_alone = [p for p in self.parameters if id(p) not in ids]
         """Parameters outside the decoder, if the head is not used (hidden states)."""
         self._like = torch.empty(0, device="cpu")
@@ -198,13 +198,12 @@ class TwoSteps:
             return self._second(cotangents)
 
     def _second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        session, ranks, model = self._session, self._ranks, self._session.model.model
+        session, ranks = self._session, self._ranks
 
         def begin() -> None:
             if self._is_over:
                 raise _second_backward()
-            reshard(session.model.base)
-            self._at_forward.require_same(model)
+            _require_unchanged(self._at_forward, session.scan)
             if weights_checksum(self.parameters) != self._checksum:
                 raise _changed("weights")
 
@@ -223,7 +222,7 @@ class TwoSteps:
         for i, own in zip(self._own, whole, strict=True):
             self._head.cotangents[i] = own
         with ExitStack() as stack:
-            stack.enter_context(self._at_forward.modes(model))
+            stack.enter_context(_modes_of(self._at_forward))
             if self._gradients == "returned":
                 stack.enter_context(gradients_apart(self.parameters, found))
             plan, *_ = planned_batch(session, self._options, lambda: self._local, backward=True)
@@ -270,28 +269,18 @@ class TwoSteps:
 _DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-class _AtForward:
-    """Parameters, modes and adapters of a model at the forward, to compare at the backward."""
+def _require_unchanged(before: ModelScan, now: ModelScan) -> None:
+    """Raise ConfigError if the parameters or adapters have changed since the forward."""
+    if {id(p) for p in before.parameters} != {id(p) for p in now.parameters}:
+        raise _changed("parameters")
+    if before.adapters != now.adapters:
+        raise _changed("active, disabled or merged adapters")
 
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = tuple(model.parameters())
-        self._modes = [(module, module.training) for module in model.modules()]
-        self._adapters = adapter_states(model)
 
-    def require_same(self, model: nn.Module) -> None:
-        """Raise ConfigError if the parameters or adapters have changed."""
-        if {id(p) for p in model.parameters()} != {id(p) for p in self.parameters}:
-            raise _changed("parameters")
-        if adapter_states(model) != self._adapters:
-            raise _changed("active, disabled or merged adapters")
-
-    @contextmanager
-    def modes(self, model: nn.Module) -> Iterator[None]:
-        """Context manager: set the train or eval mode that each module had in the forward."""
-        with modes_kept(model):
-            for module, training in self._modes:
-                module.training = training
-            yield
+def _modes_of(before: ModelScan) -> AbstractContextManager[None]:
+    """Context manager: set the train or eval mode that each module had in the forward."""
+    modes = zip(before.modules, before.modes, strict=True)
+    return patched((vars(m), "training", mode) for m, mode in modes if m.training != mode)
 
 
 class _Node(torch.autograd.Function):

@@ -39,7 +39,7 @@ def put_kernels(adapter: HFDecoder, kernels: Literal["liger", "hub"], dtype: tor
     before = {id(m): m.__dict__.get("forward") for m in base.modules()}
     with (
         modes_kept(model),
-        compute_parameters(model, dtype, unchanged=adapter.stays_float32(dtype)),
+        compute_parameters(model.modules(), dtype, unchanged=adapter.stays_float32(dtype)),
         torch.enable_grad(),
     ):
         model.eval()  # no random draws
