@@ -1,37 +1,29 @@
 """`furlong verify`: proofs on a shrunk copy of a run's model.
 
 Gradients are compared with those of the model's unchunked forward, one sequence at a time, in
-float64 and with transformers' SDPA attention where the family supports it. The proof of resume
-trains twice, once with kill -9 and `--resume`, and compares the exported weights.
+float64 and with transformers' SDPA attention where the family supports it.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import random
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from furlong.api import Engine
-from furlong.config.schema import DataConfig, ModelConfig, RunConfig, Source, TrainConfig
+from furlong.config.schema import DataConfig, ModelConfig, RunConfig, Source
 from furlong.cost.shape import known_models
 from furlong.families import family_of
 from furlong.kv.pools import Storage
-from furlong.models.build import build_model, export_model, model_of_config
+from furlong.models.build import build_model, model_of_config
 from furlong.models.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE, shrink_config
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions, fixed_options, options_in_words
@@ -44,7 +36,6 @@ from furlong.testing import (
     take_grads,
     worst_error,
 )
-from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT
 from furlong.train.run_model import read_model_config
 from furlong.units import format_seconds
 
@@ -250,153 +241,6 @@ def _with_another_token(batch: Batch, changed: int) -> Batch:
     return batch
 
 
-NUM_STEPS = 24
-SAVE_EVERY_STEPS = 5
-TIME_LIMIT_S = 300
-FURLONG = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
-
-
-def check_resume(config: RunConfig, shrunk: Any, *, program: str = FURLONG) -> Finding:
-    """Train the shrunk model twice with the user's settings, once killed at a random step and
-    resumed; the exported weights must be equal bit for bit.
-
-    `program`: Python source that runs furlong's command line.
-    """
-    with TemporaryDirectory() as name:
-        home = Path(name)
-        file = _write_run(config, shrunk, home)
-        whole, killed = home / "whole", home / "killed"
-        kill_after = random.randint(SAVE_EVERY_STEPS, NUM_STEPS - SAVE_EVERY_STEPS)
-        processes = {out: _start(program, file, out) for out in (whole, killed)}
-        try:
-            died_at = _kill(processes[killed], killed, kill_after)
-            told = _failure(processes[whole], whole)
-            if told is None:
-                told = _failure(_start(program, file, killed, "--resume"), killed)
-        finally:
-            for process in processes.values():
-                process.kill()
-                process.wait()
-        if told is not None:
-            return Finding("resume", told, False)
-        if died_at is None:
-            return Finding("resume", f"all {NUM_STEPS} steps were over before the kill", False)
-        return _compare(whole / EXPORT, killed / EXPORT, died_at)
-
-
-def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
-    """Write a run file with the user's settings for the shrunk model and random tokens."""
-    shrunk.save_pretrained(home / "config")
-    model = build_model(str(home / "config"), init="random", dtype=torch.float32)
-    export_model(model, None, home / "model", dtype=torch.float32)
-    draw = random.Random(0)
-    lines = (
-        json.dumps({"input_ids": draw.choices(range(4, VOCAB_SIZE), k=draw.randint(2, length))})
-        for length in (LONGEST_TOKENS, 20) * 16
-    )
-    (home / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    values = config.model_dump(mode="json")
-    values["model"] |= {
-        "name": str(home / "model"), "revision": None, "init": "pretrained", "dtype": "float32",
-        "config": {}, "rope": None,
-    }  # fmt: skip
-    if config.model.lora is not None:
-        values["model"]["lora"]["adapter"] = None
-    values["data"] |= {
-        "train": [str(home / "data.jsonl")], "eval": None, "format": "tokens",
-        "max_seq_len": LONGEST_TOKENS, "cache_dir": str(home / "cache"),
-    }  # fmt: skip
-    values["chunks"] |= {"size": CHUNK_SIZE, "sample": _half_drawn(values["chunks"]["sample"])}
-    # on a CPU device memory is RAM, and the budgets were meant for the whole model
-    values["offload"] = _without_cpu(values["offload"])
-    values["memory"] |= {"device": "auto", "cpu": "auto"}
-    values["train"] |= {
-        "steps": NUM_STEPS, "epochs": None, "sequences_per_step": 4, "tokens_per_step": None,
-        "save_every_steps": SAVE_EVERY_STEPS, "eval_every_steps": 0, "eval_train_share": 0,
-    }  # fmt: skip
-    if config.train.loss != "sft":  # its data are pairs of texts, not tokens
-        own = TrainConfig().model_dump(mode="json")
-        values["train"] |= {n: own[n] for n in ("loss", "beta", "loss_type", "label_smoothing")}
-    values["log"] = {}
-    file = home / "run.json"
-    file.write_text(json.dumps(values), encoding="utf-8")
-    return file
-
-
-def _half_drawn(sample: Any) -> Any:
-    """Return sampling with the same rule for sequences of few chunks, all with labels."""
-    if sample is None:
-        return None
-    label_rate = 0.5 if sample["rule"] == "unbiased" else None
-    return sample | {"rate": 0.5, "chunks": None, "label_rate": label_rate}
-
-
-def _without_cpu(offload: Any) -> Any:
-    if isinstance(offload, Mapping):
-        return {kind: _without_cpu(target) for kind, target in offload.items()}
-    return "none" if offload == "cpu" else offload
-
-
-def _start(program: str, file: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:
-    # One thread each: the two runs share the machine, and sums keep their order.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with out.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", program, "train", str(file), f"--out={out}", *flags],
-            stdout=log,
-            stderr=log,
-            env=environment,
-        )
-
-
-def _kill(process: subprocess.Popen[bytes], out: Path, step: int) -> int | None:
-    """Kill a run once it has a checkpoint and a record of `step`; return the step it died at, or
-    None if it had finished before."""
-    limit_s = time.monotonic() + TIME_LIMIT_S
-    while process.poll() is None and time.monotonic() < limit_s:
-        # unfinished checkpoints are named .tmp
-        if _last_step(out) >= step and any((out / CHECKPOINTS).glob("step-*[0-9]")):
-            process.kill()
-            break
-        time.sleep(0.002)
-    process.wait()
-    return None if (out / REPORT).exists() else _last_step(out)
-
-
-def _last_step(out: Path) -> int:
-    """Return the last step with a complete record."""
-    file = out / METRICS
-    if not file.exists():
-        return 0
-    lines = file.read_bytes().split(b"\n")[:-1]
-    return max((json.loads(line)["step"] for line in lines), default=0)
-
-
-def _failure(process: subprocess.Popen[bytes], out: Path) -> str | None:
-    """Return the last lines of output of a run that failed, else None."""
-    try:
-        code = process.wait(TIME_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return f"a run of {NUM_STEPS} steps took more than {TIME_LIMIT_S} s"
-    if code == 0:
-        return None
-    said = out.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip()
-    return f"a run ended with exit code {code}: {' '.join(said.splitlines()[-4:])}"
-
-
-def _compare(whole: Path, resumed: Path, died_at: int) -> Finding:
-    expected, given = (
-        {n: x for f in sorted(folder.glob("*.safetensors")) for n, x in load_file(f).items()}
-        for folder in (whole, resumed)
-    )
-    differing = sorted(expected.keys() ^ given.keys()) or [
-        name for name, x in expected.items() if not torch.equal(x, given[name])
-    ]
-    told = f"{len(differing)} differ, {differing[0]} first" if differing else "equal bit for bit"
-    figure = f"killed after step {died_at} of {NUM_STEPS} and resumed: {len(expected)} weights"
-    return Finding("resume", f"{figure} {told}", bool(expected) and not differing)
-
-
 def verify(config: RunConfig | None = None) -> list[Finding]:
     """Run all proofs on a shrunk copy of a run's model, by default a small Qwen2; print each one.
 
@@ -423,12 +267,10 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
     print(_describe(subject, run.model.name))
     if run.model.quantize is not None:
         print("these weights are in floats: those in 4 bits are checked at the start of each run")
-    own = (check_gradients, check_isolation, check_accumulation)
-    checks = [*(partial(check, subject) for check in own), partial(check_resume, run, shrunk)]
     findings = []
-    for check in checks:
+    for check in (check_gradients, check_isolation, check_accumulation):
         started_s = time.perf_counter()
-        finding = check()
+        finding = check(subject)
         verdict, took = "ok  " if finding.passed else "FAIL", time.perf_counter() - started_s
         told = f"{finding.name:<12}  {finding.figure}  ({format_seconds(took)})"
         print(f"{verdict}  {told}", flush=True)

@@ -11,6 +11,8 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
+from furlong.config.schema import SampleConfig
+from furlong.config.sources import build_run, read_yaml
 from furlong.train.metrics import MetricsLog
 
 HALF = ("--chunks.sample={rate: 0.5, label_rate: 0.5}", "--chunks.size=16")
@@ -183,3 +185,14 @@ def test_a_sample_is_planned_on_a_pool_and_compared(run_file: Path, capsys: Any)
 def test_a_sample_that_leaves_nothing_out_is_refused(run_file: Path, capsys: Any) -> None:
     assert main(["plan", str(run_file), "--chunks.size", "256"]) == 2
     assert "given:    chunks.size = 256, and a longest sequence" in capsys.readouterr().err
+
+
+def test_the_document_of_sampling_shows_runs_and_names_every_key() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(shown) == 4
+    for block in shown:
+        values = read_yaml(block, "", "") | {"model": {"name": "x"}, "data": {"train": "x"}}
+        assert build_run(values, "run.yaml").chunks.sample is not None
+    table = text.split("| Key of `chunks.sample` |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(SampleConfig.model_fields)

@@ -15,6 +15,7 @@ import transformers
 import furlong
 from furlong import verify as verify_run
 from furlong.api import Engine
+from furlong.cli.main import main
 from furlong.config.schema import DataConfig, ModelConfig, RunConfig
 from furlong.errors import ConfigError
 from furlong.kv.pools import CpuPool, DiskPool
@@ -210,7 +211,6 @@ def test_the_runs_own_dials_are_proved(
             kind, "put", lambda pool, x, put=put: opened.append(type(pool).__name__) or put(pool, x)
         )
     monkeypatch.setattr(verify_run, "check_isolation", lambda *_: Finding("isolation", "", True))
-    monkeypatch.setattr(verify_run, "check_resume", lambda *_: Finding("resume", "", True))
     transformers.LlamaConfig(
         hidden_size=64, num_attention_heads=4, num_hidden_layers=26, vocab_size=100
     ).save_pretrained(tmp_path)
@@ -262,3 +262,47 @@ def test_layers_that_a_backward_recomputes_are_without_float32_there_too() -> No
     subject = recurrent("bamba", replace(OPTIONS, recompute_layers=1))
     finding = check_accumulation(subject)
     assert finding.passed, finding
+
+
+@pytest.mark.slow
+def test_the_verb_prints_every_proof_and_fails_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def instead(subject: Subject) -> Finding:
+        asked.append(subject)
+        return Finding("accumulation", "not run here", len(asked) == 2)
+
+    monkeypatch.setattr(verify_run, "check_accumulation", instead)
+    transformers.Qwen3Config(num_hidden_layers=4, max_position_embeddings=256).save_pretrained(
+        tmp_path
+    )
+    arguments = ["verify", f"--model.name={tmp_path}", "--data.train=none"]
+    arguments += ["--data.max_seq_len=1024", "--model.rope.rope_type=yarn"]
+    arguments += ["--model.rope.factor=4", "--chunks.keep=kv"]
+    assert main(arguments) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "Qwen3ForCausalLM, 3 layers" in lines[0] and "keep kv" in lines[0]
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["ok", "gradients"], ["ok", "isolation"], ["FAIL", "accumulation"],
+    ]  # fmt: skip
+    assert lines[4] == "failed: accumulation"
+    assert asked[0].model.config.rope_parameters["rope_type"] == "yarn"
+    assert asked[0].options.keep == "kv"
+    for name in ("gradients", "isolation"):
+        found = Finding(name, "not run again", True)
+        monkeypatch.setattr(verify_run, f"check_{name}", lambda _, found=found: found)
+    assert main(arguments) == 0
+
+
+def test_a_model_that_cannot_be_trained_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers.LlamaConfig(attention_dropout=0.1).save_pretrained(tmp_path)
+    flags = [f"--model.name={tmp_path}", "--data.train=none", "--data.max_seq_len=64"]
+    assert main(["verify", *flags]) == 2
+    assert "attention dropout 0.1" in capsys.readouterr().err
+    transformers.T5Config().save_pretrained(tmp_path)
+    assert main(["verify", *flags]) == 2
+    assert "model type t5" in capsys.readouterr().err

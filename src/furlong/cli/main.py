@@ -35,7 +35,7 @@ verbs:
   lengths RUN.yaml|DATA... [--tokenizer T]   how long the sequences are: a table, a picture
   calibrate [RUN.yaml]                       measure this machine, for predictions that hold
   export RUN_OR_CHECKPOINT [--merge]         write a checkpoint as a Hugging Face model
-  verify [RUN.yaml]                          prove gradients, isolation and resume in small
+  verify [RUN.yaml]                          prove gradients and isolation in small
   convert RECIPE [--out RUN.yaml]            a run file from a recipe of TRL, axolotl and others
   VERB --help                                every key of a verb
 

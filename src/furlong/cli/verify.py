@@ -8,8 +8,8 @@ from furlong.cli.output import tell_loading
 from furlong.config.sources import parse_run
 
 _DESCRIPTION = (
-    "Prove gradients, isolation, accumulation and resume on a run's configuration, in small;"
-    " without one on a model of furlong's own. Takes about half a minute of one core."
+    "Prove gradients, isolation and accumulation on a run's configuration, in small; without one on"
+    " a model of furlong's own. Takes some seconds of one core."
 )
 
 
