@@ -436,12 +436,12 @@ ELSEWHERE = {
     "train/card.py: ": f"{_NEEDS}a hub",
     "train/export.py: leave --merge": f"{_NEEDS}a run",
     "train/memory.py: raise memory.device": _DURING,
+    "train/objective.py: , raise train.max_loss": _DURING,
+    "train/objective.py: look at these": _DURING,
     "train/run_folder.py: make room": f"{_NEEDS}a full disk",
     "train/run_model.py: leave chunks.method": "a model that is counted by no description",
     "train/run_model.py: leave the longer": f"{_NEEDS}a checkpoint",
     "train/start.py: pip install": f"{_NEEDS}an environment without the package",
-    "train/trainer.py: , raise train.max_loss": _DURING,
-    "train/trainer.py: look at these": _DURING,
 }
 """Beginnings of texts that no row meets, and why."""
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from furlong.planners.options import ChunkOptions
     from furlong.planners.spaco import Sampling
     from furlong.runtime.step import StepResult
-    from furlong.train.trainer import Callback, Trainer
+    from furlong.train.metrics import Callback
+    from furlong.train.trainer import Trainer
 
 __all__ = [
     "Callback",
@@ -63,11 +64,12 @@ _HOME = {
     **dict.fromkeys(__all__, "furlong.errors"),
     **dict.fromkeys(["Engine", "forward_backward"], "furlong.api"),
     **dict.fromkeys(["chunked", "unchunked"], "furlong.chunked_model"),
-    **dict.fromkeys(["Callback", "Trainer"], "furlong.train.trainer"),
+    "Callback": "furlong.train.metrics",
     "ChunkOptions": "furlong.planners.options",
     "Sampling": "furlong.planners.spaco",
     "StepResult": "furlong.runtime.step",
     "Storage": "furlong.kv.pools",
+    "Trainer": "furlong.train.trainer",
 }
 
 

@@ -14,13 +14,21 @@ from furlong.train.batches import BatchEngine
 from furlong.train.checkpoints import Checkpoints
 from furlong.train.evaluation import Evaluation
 from furlong.train.memory import Fitting
-from furlong.train.metrics import MetricsLog
+from furlong.train.metrics import Callback, MetricsLog
 from furlong.train.objective import objective_of
 from furlong.train.optim import build_optimizer, build_schedule, make_state
 from furlong.train.processes import ALONE
 from furlong.train.progress import Cadence, Progress
 from furlong.train.run_folder import RunFolder
 from furlong.train.trainer import Trainer
+
+
+class Losses(Callback):
+    """Logs each step, and keeps its loss."""
+
+    def on_step_end(self, trainer: Any, figures: Any) -> None:
+        trainer.losses.append(figures.loss)
+        trainer.log.step(trainer.progress.step, figures)
 
 
 class BareTrainer(Trainer):
@@ -72,14 +80,10 @@ class BareTrainer(Trainer):
     def save(self) -> None:
         self.saved_step = self.progress.step
 
-    def _open_log(self, stack: ExitStack) -> Any:
+    def _open_log(self, stack: ExitStack) -> None:
         file = self.run.path / "metrics.jsonl"
         self.log = stack.enter_context(MetricsLog(file, self.num_steps, self._say))
-        return lambda: None
-
-    def _step_taken(self, figures: Any) -> None:
-        self.losses.append(figures.loss)
-        self.log.step(self.progress.step, figures)
+        self._parts = [Losses()]
 
     def export(self, eval_loss: float | None = None) -> Any:
         return SimpleNamespace(eval_loss_after=eval_loss)

@@ -58,8 +58,11 @@ class Noting(furlong.Callback):
         assert (trainer.checkpoints.folder / name / "manifest.json").exists()
         self.seen.append(("save", trainer.progress.step))
 
-    def on_train_end(self, trainer: furlong.Trainer, report: Any) -> None:
+    def on_export(self, trainer: furlong.Trainer, report: Any) -> None:
         assert Path(report.export_folder).is_dir()
+        self.seen.append(("export", report.exported_step))
+
+    def on_train_end(self, trainer: furlong.Trainer, report: Any) -> None:
         self.seen.append(("end", report.num_steps))
 
 
@@ -74,7 +77,7 @@ def test_a_trainer_is_the_command_with_hooks(tiny_run: TinyRun, tmp_path: Path) 
     assert same(weights(tmp_path / "python"), weights(tmp_path / "command"))
     assert [one[:2] for one in noting.seen] == [
         ("evaluate", 0), ("step", 1), ("step", 2), ("save", 2), ("step", 3), ("save", 3),
-        ("evaluate", 3), ("end", 3),
+        ("evaluate", 3), ("export", 3), ("end", 3),
     ]  # fmt: skip
     records = map(json.loads, (tmp_path / "command" / "metrics.jsonl").read_text().splitlines())
     losses = [record["loss"] for record in records if "loss" in record]

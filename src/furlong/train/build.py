@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from furlong.api import Engine
 from furlong.config.schema import DataConfig, Format, RunConfig, TrainConfig
 from furlong.cost.model import CostModel
+from furlong.data.cache import cache_folder
 from furlong.data.chat import DATE
 from furlong.data.dataset import DataSet, describe_shared, load_data
 from furlong.data.loader import (
@@ -206,6 +209,18 @@ def load_splits(
         said += [] if settings.streaming else describe_shared(data["train"], data["eval"])
     print(*said, sep="\n")
     return data
+
+
+def shared_blocks(config: RunConfig, processes: Processes) -> Callable[[], SharedBlocks] | None:
+    """Return a function that opens the blocks of a stream, which one process of this machine
+    reads for the others; None where each reads for itself. A collective."""
+    if not config.data.streaming or processes.num_processes == 1:
+        return None
+    reader, name = processes.from_first_of_machine((os.getpid(), uuid4().hex))
+    if processes.launch.num_local == 1:
+        return None
+    folder = cache_folder(config.data.cache_dir) / "streams" / name
+    return partial(SharedBlocks, folder, None if reader == os.getpid() else reader)
 
 
 def batches_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from furlong.config.schema import HubConfig, RunConfig
@@ -13,7 +14,8 @@ from furlong.errors import ConfigError, in_short
 from furlong.planners.decide import division_in_words
 from furlong.planners.options import option_values, value_in_words
 from furlong.planners.spaco import Sampling, sampling_in_words
-from furlong.train.run_folder import decision_of
+from furlong.train.metrics import Callback
+from furlong.train.run_folder import EXPORT, TrainReport, decision_of
 
 
 def model_card(config: RunConfig, state: Mapping[str, Any]) -> str:
@@ -138,3 +140,27 @@ def _refused(settings: HubConfig, error: Exception, change: str) -> ConfigError:
         source="hub.repo",
         change=change,
     )
+
+
+class Pushes(Callback):
+    """Pushes exports to the run's repository of the Hub, with `hub.every_save` also the model of
+    each checkpoint."""
+
+    def __init__(self, settings: HubConfig) -> None:
+        self._settings = settings
+
+    def on_save(self, trainer: Any) -> None:
+        if not self._settings.every_save:
+            return
+        with TemporaryDirectory() as folder:
+            exported = Path(folder) / EXPORT
+            trainer.write_model(exported)
+            message = f"step {trainer.progress.step}"
+            try:
+                trainer.processes.from_first(lambda: push(self._settings, exported, message))
+            except ConfigError as error:  # the next push may succeed
+                trainer.say(f"warning: not pushed: {error.given}")
+
+    def on_export(self, trainer: Any, report: TrainReport) -> None:
+        folder, message = Path(report.export_folder), f"step {report.exported_step}"
+        trainer.processes.from_first(lambda: push(self._settings, folder, message))

@@ -1,4 +1,4 @@
-"""One printed line and one JSON line per step, and the trackers that see the figures too."""
+"""Callbacks, and the records of a run: a printed line and a JSON line per step, and trackers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError, differing, in_short
 from furlong.files import write_json, write_text
 from furlong.planners.candidates import CHUNKS
-from furlong.simulate.predict import Prediction
+from furlong.simulate.predict import Prediction, predict_step
+from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train.evaluation import HELD_OUT, Evaluation
+from furlong.train.run_folder import TrainReport
 from furlong.train.start import TRACKERS
 from furlong.units import format_bytes, format_count, format_seconds
 
@@ -253,6 +255,63 @@ class MetricsLog:
     def _write(self, record: dict[str, object]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
+
+
+class Callback:
+    """Looks on, on every process; each method is called when its name says. `trainer` is the
+    `furlong.Trainer`, which imports this."""
+
+    def on_step_end(self, trainer: Any, figures: StepFigures) -> None:
+        """Gradients are still those of the step, clipped; the weights are updated."""
+
+    def on_evaluate(self, trainer: Any, evaluations: Mapping[str, Evaluation]) -> None: ...
+
+    def on_save(self, trainer: Any) -> None: ...
+
+    def on_export(self, trainer: Any, report: TrainReport) -> None: ...
+
+    def on_train_end(self, trainer: Any, report: TrainReport) -> None:
+        """The model is exported. A run that a signal has stopped has not come to its end."""
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raise ConfigError for an object that is no callback."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                given=f"the callback {callback!r}",
+                required="objects of subclasses of furlong.Callback",
+                source="callbacks of Trainer",
+                change="derive its class from furlong.Callback, and give an object of it",
+            )
+
+
+class Records(Callback):
+    """Reports each step as measured, the first one also as predicted, and writes the timeline of
+    the newest step that is shown. `profiled`: called after each step."""
+
+    def __init__(self, profiled: Callable[[], None]) -> None:
+        self._profiled = profiled
+
+    def on_step_end(self, trainer: Any, figures: StepFigures) -> None:
+        step, log, result = trainer.progress.step, trainer.log, trainer.result
+        plan, cost, processes = result.plan, trainer.run_model.cost, trainer.processes
+        log.step(step, figures)
+        if step == 1 and processes.is_first:
+            if cost is not None and plan is not None:
+                log.predicted(step, figures, predict_step(cost, plan))
+            if result.attention.calls:
+                log.say(f"first step: attention {result.attention}")
+        is_shown = step in (1, trainer.num_steps) or trainer.cadence.saves(step)
+        if plan is not None and is_shown:
+            # processes of a pool run one list of the plan together: the first one's times are taken
+            ranks = trainer.engine.engine.ranks
+            own = result.timeline.to_json() if ranks is None or ranks.process == 0 else []
+            records = [record for each in processes.each(own) for record in each]
+            if processes.is_first:  # each list from its own start
+                measured = MeasuredStep(step, plan, Timeline.from_json(records))
+                write_json(trainer.run.path / MEASURED, measured.to_json())
+        self._profiled()
 
 
 def _continue(file: Path, keep_bytes: int, done: int) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from furlong.config.schema import Format, RunConfig, TrainConfig
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, DivergenceError
 from furlong.plan.lengths import Call, choose_calls
 from furlong.plan.plan import Backward, Forward
 from furlong.planners.decide import check_pair_options
@@ -422,3 +422,22 @@ def _answer(sequence: Tokens, log_prob: Tensor) -> AnswerLogProb:
     num_tokens = int((sequence.labels[1:] != IGNORE_INDEX).sum())
     reference = float(sequence.reference.sum(dtype="float64"))
     return AnswerLogProb(log_prob, reference, num_tokens, sequence.desirable)
+
+
+def diverged(
+    batch: Batch, step: int, figures: str, most: float | None, kept: str
+) -> DivergenceError:
+    """Return the error of a step whose loss is above `most` or, with None, is not finite. `kept`:
+    what is left of the run, in words."""
+    names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    required, mend = "finite figures", ""
+    if most is not None:
+        required, mend = f"a loss of at most train.max_loss = {most:g}", ", raise train.max_loss"
+    return DivergenceError(
+        given=f"{figures} in step {step}; the weights are still those of step {step - 1}",
+        required=required,
+        source=f"the sequences of step {step}: {', '.join(names[:8])}{more}",
+        change=f"look at these sequences{mend}, or start anew with a lower train.lr or a longer"
+        f" train.warmup_steps; {kept}",
+    )

@@ -6,13 +6,15 @@ Everything here depends on numbers only, not on a model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from furlong.config.schema import TrainConfig
 from furlong.data.loader import Batch, LoaderState
+from furlong.data.stream import Cursor
+from furlong.errors import CheckpointError, difference_words, differing, in_short
 
 if TYPE_CHECKING:
     from furlong.train.metrics import StepFigures
@@ -141,3 +143,47 @@ class Cadence:
 
     def _is_due(self, step: int, every: Fraction) -> bool:
         return step == self.num_steps or (every > 0 and step // every > (step - 1) // every)
+
+
+def progress_of(
+    values: Mapping[str, Any], own: Mapping[str, Any], num_batches: Callable[[int], int]
+) -> Progress:
+    """Return the progress of a state. Raises CheckpointError unless `values` has the keys of a
+    trainer's `own` state, also within the progress, tensors of the same names, shapes and dtypes,
+    and a place in the data: one of the `num_batches` of an epoch, or one in each source of a
+    stream."""
+
+    def keys(of: Any) -> Any:
+        return {name: keys(x) for name, x in of.items()} if isinstance(of, Mapping) else True
+
+    def forms(of: Mapping[str, Any]) -> dict[str, Any]:
+        tensors = {
+            name: (tuple(getattr(x, "shape", ())), getattr(x, "dtype", None))
+            for name, x in of.get("tensors", {}).items()
+        }
+        return dict.fromkeys(of, True) | tensors | {"progress": keys(of.get("progress"))}
+
+    if found := differing(forms(values), forms(own)):
+        raise _not_whole(difference_words(found, "in this trainer"))
+    at, step = values["progress"]["data"], values["progress"]["step"]
+    num_sources = len(own["progress"]["data"]["sources"])
+    is_place = (
+        all(type(x) is int and x >= 0 for x in (step, at["epoch"]))
+        and at["batch"] in range(num_batches(at["epoch"]))
+        and isinstance(at["sources"], list | tuple)
+        and all(keys(source) == keys(asdict(Cursor())) for source in at["sources"])
+    )
+    if not is_place:
+        raise _not_whole(f"step {in_short(step, 20)} and progress.data = {in_short(at, 80)}")
+    if num_sources and len(at["sources"]) not in (0, num_sources):
+        raise _not_whole(f"{len(at['sources'])} sources, {num_sources} in this trainer")
+    return Progress.from_dict(values["progress"])
+
+
+def _not_whole(found: str) -> CheckpointError:
+    return CheckpointError(
+        given=f"a state with {found}",
+        required="the tensors and the progress of this run, with its model and its layout",
+        source="load_state_dict of Trainer",
+        change="pass all that state_dict has returned, of a trainer of the same run file",
+    )

@@ -73,6 +73,25 @@ def _refused(number: int, **parts: str) -> ConfigError:
     return ConfigError(source="log.samples", **parts)
 
 
+def sample(trainer: Any) -> None:
+    """Record what the model of a `Trainer` writes after each prompt; in a pipeline, where no
+    process has all of it, nothing."""
+    progress, options = trainer.progress, trainer.fitting.options
+    if trainer.decision.layout.pp > 1:
+        if progress.step == 0:
+            trainer.say("samples: left out, for no process of a pipeline has the whole model")
+        return
+    # transformers reads on from a cache of keys and values; states are lost between chunks, or are
+    # in no such cache
+    is_recurrent = trainer.engine.engine.model.events is not None
+    written = write_samples(
+        trainer.model, trainer.tokenizer, trainer.prompts, trainer.config.log.sample_tokens,
+        chunk_size=None if is_recurrent else options.size, device=trainer.engine.device,
+        in_step=trainer.processes.num_processes > 1, reshard=options.reshard,
+    )  # fmt: skip
+    trainer.log.samples(progress.step, written)
+
+
 def write_samples(
     model: Any,
     tokenizer: Any,

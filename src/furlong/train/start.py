@@ -16,7 +16,7 @@ from furlong.models.folder import check_files
 from furlong.planners.layouts import no_pools, refuse_reshard_alone, require_replicate
 from furlong.planners.setup import given_options
 from furlong.train.objective import objective_of
-from furlong.train.processes import ALONE, Processes, layout_of, require_equal
+from furlong.train.processes import ALONE, Processes, layout_of, read_launch, require_equal
 from furlong.train.run_folder import RunFolder, open_run_folder
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -44,6 +44,18 @@ def open_run(
             stack, config, resume=resume or launch.attempt > 0, num_processes=launch.num_processes
         )
     )
+
+
+def check_alone() -> None:
+    """Raise ConfigError in one of several processes, each of which would train by itself."""
+    if (count := read_launch().num_processes) > 1:
+        raise ConfigError(
+            given=f"a Trainer without processes, in one of {count} that were started together",
+            required="the processes of the run, which train one model together",
+            source="processes of Trainer, and the environment variable WORLD_SIZE",
+            change="with joined(read_launch()) as processes: Trainer(..., processes=processes),"
+            " both of furlong.train.processes; where each is a run of its own set WORLD_SIZE=1",
+        )
 
 
 def check_run(config: RunConfig, num_processes: int) -> None:

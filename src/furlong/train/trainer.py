@@ -9,7 +9,6 @@ All processes of a run make one, and call the same methods.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,9 +16,7 @@ from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch
 
@@ -28,45 +25,33 @@ from furlong.config.sources import build_run, load_run
 from furlong.data.cache import cache_folder
 from furlong.data.dataset import DataSet
 from furlong.data.loader import Batch, in_order, with_lookahead
-from furlong.data.stream import Cursor, SharedBlocks, StreamSet
+from furlong.data.stream import StreamSet
 from furlong.data.tokenize import tokenizer_of
-from furlong.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DivergenceError,
-    difference_words,
-    differing,
-    in_short,
-)
+from furlong.errors import DataError
 from furlong.files import write_json
-from furlong.models.build import (
-    check_model,
-    export_model,
-    exported_names,
-    weights_fingerprint,
-)
+from furlong.models.build import check_model, export_model, exported_names, weights_fingerprint
 from furlong.planners.options import ChunkOptions
 from furlong.report.patience import patience
 from furlong.runtime.profile import peak_memory_bytes
 from furlong.runtime.rng import RNGState
-from furlong.simulate.predict import predict_step
 from furlong.simulate.predict import step_s as predicted_s
-from furlong.timeline import MEASURED, MeasuredStep, Timeline
 from furlong.train import build, checkpoints
 from furlong.train.batches import BatchEngine, drawn_share, step_options
-from furlong.train.card import model_card, open_repository, push
+from furlong.train.card import Pushes, model_card, open_repository
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, draw_share, evaluate
 from furlong.train.memory import Fitting, UsedMemory
 from furlong.train.metrics import (
+    Callback,
     MetricsLog,
+    Records,
     StepFigures,
     build_meter,
+    check_callbacks,
     open_bar,
     open_profiler,
     open_trackers,
 )
-from furlong.train.objective import objective_of
+from furlong.train.objective import diverged, objective_of
 from furlong.train.optim import (
     build_optimizer,
     build_schedule,
@@ -74,15 +59,8 @@ from furlong.train.optim import (
     set_rate,
     warmup_steps_of,
 )
-from furlong.train.processes import (
-    ALONE,
-    Processes,
-    command_like,
-    group_of_one,
-    read_launch,
-    require_equal,
-)
-from furlong.train.progress import Cadence, HeldOut, Progress
+from furlong.train.processes import ALONE, Processes, command_like, group_of_one, require_equal
+from furlong.train.progress import Cadence, HeldOut, Progress, progress_of
 from furlong.train.reference import reference_fingerprint, referenced
 from furlong.train.run_folder import (
     CHECKPOINTS,
@@ -120,29 +98,14 @@ from furlong.train.run_model import (
     step_size,
     storage_of,
 )
-from furlong.train.samples import encode_prompts, write_samples
-from furlong.train.start import open_run
+from furlong.train.samples import encode_prompts, sample
+from furlong.train.start import check_alone, open_run
 from furlong.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from furlong.kv.pools import Storage
-    from furlong.plan.plan import ChunkPlan
     from furlong.planners.decide import Decision
     from furlong.runtime.step import StepResult
-
-
-class Callback:
-    """Looks on, on every process; each method is called when its name says."""
-
-    def on_step_end(self, trainer: Trainer, figures: StepFigures) -> None:
-        """Gradients are still those of the step, clipped; the weights are updated."""
-
-    def on_evaluate(self, trainer: Trainer, evaluations: Mapping[str, Evaluation]) -> None: ...
-
-    def on_save(self, trainer: Trainer) -> None: ...
-
-    def on_train_end(self, trainer: Trainer, report: TrainReport) -> None:
-        """The model is exported. A run that a signal has stopped has not come to its end."""
 
 
 class Trainer:
@@ -168,9 +131,9 @@ class Trainer:
         elif isinstance(config, Mapping):
             config = build_run(dict(config), "the config of Trainer")
         self.config, self.processes, self.callbacks = config, processes, list(callbacks)
-        _check_callbacks(self.callbacks)
+        check_callbacks(self.callbacks)
         if processes is ALONE:
-            _check_alone()
+            check_alone()
         self.objective = objective_of(config.train)
         self.progress = Progress()
         self.saved_step = 0
@@ -179,6 +142,8 @@ class Trainer:
         with ExitStack() as stack:
             self.run = run or open_run(stack, config, resume=resume, processes=processes)
             self.config = self.run.config or config
+            hub = self.config.hub
+            self._parts: list[Callback] = [] if hub is None else [Pushes(hub)]
             checkpoint = self.run.checkpoint
             kept = 0 if checkpoint is None else checkpoint.state["metrics_bytes"]
             # the first process speaks for all
@@ -250,7 +215,8 @@ class Trainer:
             read = partial(
                 build.load_splits, config.data, self.tokenizer, self.objective.format,
                 config.train.seed, self.say, self.day,
-                is_compared=processes.launch.local_number > 0, shared=self._shared_blocks(),
+                is_compared=processes.launch.local_number > 0,
+                shared=build.shared_blocks(config, processes),
             )  # fmt: skip
             self.data = processes.first_of_each_machine(read)
         self.train_data: DataSet | StreamSet = self.data["train"]
@@ -273,18 +239,6 @@ class Trainer:
             an_epoch = config.train.model_copy(update={"steps": None, "epochs": 1.0})
             per_epoch = build.steps_of(an_epoch, self.train_data)
         self.cadence = Cadence.of(config.train, self.num_steps, per_epoch)
-
-    def _shared_blocks(self) -> Callable[[], SharedBlocks] | None:
-        """Return a function that opens the blocks of a stream, which one process of this machine
-        reads for the others; None where each reads for itself. A collective."""
-        config, processes = self.config, self.processes
-        if not config.data.streaming or processes.num_processes == 1:
-            return None
-        reader, name = processes.from_first_of_machine((os.getpid(), uuid4().hex))
-        if processes.launch.num_local == 1:
-            return None
-        folder = cache_folder(config.data.cache_dir) / "streams" / name
-        return partial(SharedBlocks, folder, None if reader == os.getpid() else reader)
 
     def _choose_plan(self) -> None:
         """The first process chooses for all, unless a run that goes on has chosen."""
@@ -409,13 +363,9 @@ class Trainer:
         """
         if self.run.report is not None:
             return self.run.report
-        folder = self.run.path
-        with (
-            ExitStack() as stack,
-            folder_errors_reported(folder),
-            StopRequest() as self._stop,
-        ):
-            profiled = self._open_log(stack)
+        path = self.run.path
+        with ExitStack() as stack, folder_errors_reported(path), StopRequest() as self._stop:
+            self._open_log(stack)
             self.used = self._used_memory()  # what trackers have loaded is not of the steps
             batches = self._from_here(lambda: with_lookahead(self.batches(), self._expect))
             loss, stopped = self._evaluate_if_due()
@@ -426,8 +376,6 @@ class Trainer:
                     self._finish_saves()
                     raise
                 figures = self.step(batch, data_s)
-                self._step_taken(figures)
-                profiled()
                 self._call("on_step_end", figures)
                 if self.cadence.saves(self.progress.step):
                     self.save()
@@ -492,31 +440,21 @@ class Trainer:
         step_s = time.perf_counter() - started_s + data_s
         meter = self.meter if share is None else None
         figures = StepFigures(
-            loss=loss,
-            grad_norm=norm,
-            lr=lr,
-            num_sequences=len(batch.sequences),
-            num_tokens=batch.num_tokens,
-            num_valid_tokens=batch.num_valid_tokens,
-            longest_tokens=max(batch.seq_lens),
+            loss=loss, grad_norm=norm, lr=lr,
+            num_sequences=len(batch.sequences), num_tokens=batch.num_tokens,
+            num_valid_tokens=batch.num_valid_tokens, longest_tokens=max(batch.seq_lens),
             tokens_per_s=batch.num_tokens / step_s,
             peak_memory_bytes=peak_memory_bytes(self.engine.device),
             used_memory_bytes=self.used.peak_bytes(),
-            gradients_s=result.timeline.duration_s,
-            chunk_size=self.fitting.options.size,
+            gradients_s=result.timeline.duration_s, chunk_size=self.fitting.options.size,
             forward_s=seconds.get("F", 0.0),
             recompute_s=seconds.get("R", 0.0) + seconds.get("K", 0.0),
-            backward_s=seconds.get("B", 0.0),
-            data_s=data_s,
-            step_s=step_s,
+            backward_s=seconds.get("B", 0.0), data_s=data_s, step_s=step_s,
             mfu=None if meter is None else meter.mfu(self.objective.learnt(batch).seq_lens, step_s),
-            cpu_bytes=result.cpu_bytes or None,
-            disk_bytes=result.disk_bytes or None,
-            plan_s=self.engine.waited_s,
-            plan_method=self.engine.method,
-            metrics=result.metrics,
-            drawn_share=share,
-        )
+            cpu_bytes=result.cpu_bytes or None, disk_bytes=result.disk_bytes or None,
+            plan_s=self.engine.waited_s, plan_method=self.engine.method,
+            metrics=result.metrics, drawn_share=share,
+        )  # fmt: skip
         self.progress = self.progress.after(batch, figures)
         return figures
 
@@ -566,15 +504,6 @@ class Trainer:
         best_step = self.progress.held_out.best_step if self.config.train.keep_best else 0
         self.checkpoints.save(self.progress.step, tensors, self._values(), best_step)
         self.saved_step = self.progress.step
-        if (hub := self.config.hub) is not None and hub.every_save:
-            with TemporaryDirectory() as folder:
-                exported = Path(folder) / EXPORT
-                self._write_model(exported)
-                told = f"step {self.progress.step}"
-                try:
-                    self.processes.from_first(lambda: push(hub, exported, told))
-                except ConfigError as error:  # the next push may succeed
-                    self.say(f"warning: not pushed: {error.given}")
         self._call("on_save")
 
     def _finish_saves(self) -> None:
@@ -607,13 +536,12 @@ class Trainer:
         if best is not None:
             step, eval_loss = self.progress.held_out.best_step, self.progress.held_out.best_loss
         self.processes.from_first(partial(clear_export, folder))
-        self._write_model(folder / EXPORT, best)
+        self.write_model(folder / EXPORT, best)
         report = self.processes.from_first(partial(self._report, step, eval_loss))
-        if (hub := self.config.hub) is not None:
-            self.processes.from_first(lambda: push(hub, folder / EXPORT, f"step {step}"))
+        self._call("on_export", report)
         return report
 
-    def _write_model(self, folder: Path, best: Checkpoint | None = None) -> None:
+    def write_model(self, folder: Path, best: Checkpoint | None = None) -> None:
         """Writes the model of now, or that of a checkpoint, with its card."""
         config, values, processes = self.config, self._values(), self.processes
         engine, dtype = self.engine.engine, getattr(torch, config.model.dtype)
@@ -679,7 +607,7 @@ class Trainer:
 
         Raises CheckpointError, on all, before anything is changed, for what is not all of one."""
         state = self.state_dict()
-        progress = self.processes.together(partial(_check_state, values, state, self._num_batches))
+        progress = self.processes.together(partial(progress_of, values, state, self._num_batches))
         known, own = dict(values["tensors"]), state["tensors"]
         rng = {name: known.pop(name) for name in [*known] if name.startswith("rng.")}
         for name, tensor in known.items():
@@ -753,17 +681,17 @@ class Trainer:
 
     def _used_memory(self) -> UsedMemory:
         budget = self.config.memory.device
-        budget_bytes = None if budget == "auto" else budget
-        return UsedMemory(
-            self.model.parameters(), self.optimizer, self.device, budget_bytes=budget_bytes
-        )
+        most = None if budget == "auto" else budget
+        return UsedMemory(self.model.parameters(), self.optimizer, self.device, budget_bytes=most)
 
-    def _open_log(self, stack: ExitStack) -> Callable[[], None]:
-        """The log of the run until `stack` ends, cut back to what the checkpoint knows of, that of
-        the first process; what is returned is called after each step."""
+    def _open_log(self, stack: ExitStack) -> None:
+        """The records of the run until `stack` ends, those of the first process cut back to what
+        the checkpoint knows of."""
         done, path, settings = self.progress.step, self.run.path, self.config.log
         trace = path / PROFILE / f"process-{self.processes.launch.number}.json"
-        profiled = open_profiler(stack, settings.profile_steps, done, trace)
+        records = Records(open_profiler(stack, settings.profile_steps, done, trace))
+        self._parts.insert(0, records)
+        stack.callback(self._parts.remove, records)
         if self.processes.is_first:
             config = self.config.model_dump(mode="json")
             trackers = open_trackers(stack, path, settings, config, done)
@@ -773,7 +701,6 @@ class Trainer:
                 trackers=trackers, advance=advance,
             )  # fmt: skip
             self.log = stack.enter_context(log)
-        return profiled
 
     def _next_batch(self, batches: Iterator[Batch]) -> tuple[Batch, float]:
         """The next batch with a label, and the seconds until it was there. Those without one that
@@ -783,29 +710,6 @@ class Trainer:
             self.progress = self.progress.skipping(batch)
             self.log.skipped(self.progress.step + 1)
         return batch, time.perf_counter() - started_s
-
-    def _step_taken(self, figures: StepFigures) -> None:
-        """Reports a step as measured; the first one also as predicted."""
-        step, cost, plan = self.progress.step, self.run_model.cost, self.result.plan
-        self.log.step(step, figures)
-        if step == 1 and self.processes.is_first and cost is not None and plan is not None:
-            self.log.predicted(step, figures, predict_step(cost, plan))
-        if step == 1 and self.processes.is_first and (computed := self.result.attention).calls:
-            self.log.say(f"first step: attention {computed}")
-        is_shown = step in (1, self.num_steps) or self.cadence.saves(step)
-        if plan is not None and is_shown:
-            self._write_measured(step, plan)
-
-    def _write_measured(self, step: int, plan: ChunkPlan) -> None:
-        """Writes a step with the records of all lists of its plan, each from its own start; of the
-        processes of a pool, which obey one list together, the first tells."""
-        ranks = self.engine.engine.ranks
-        is_of_list = ranks is None or ranks.process == 0
-        told = self.processes.each(self.result.timeline.to_json() if is_of_list else [])
-        if self.processes.is_first:
-            records = [record for of_process in told for record in of_process]
-            measured = MeasuredStep(step, plan, Timeline.from_json(records))
-            write_json(self.run.path / MEASURED, measured.to_json())
 
     def _evaluate_if_due(self) -> tuple[float | None, bool]:
         """The held-out loss if an evaluation is due, and whether the run has been asked to stop."""
@@ -822,30 +726,13 @@ class Trainer:
             self.log.evaluation(step, evaluations, time.perf_counter() - started_s)
             self._call("on_evaluate", evaluations)
         if self.prompts:
-            self._write_samples()
+            sample(self)
         loss = evaluations[HELD_OUT].loss if HELD_OUT in evaluations else None
         self.progress = self.progress.evaluated(loss)
         is_best = settings.keep_best and self.progress.held_out.best_step == step > self.saved_step
         if is_best:
             self.save()
         return loss, not is_last and self.should_stop()
-
-    def _write_samples(self) -> None:
-        """Lets the model go on with the prompts; in a pipeline no process has all of it."""
-        if self.decision.layout.pp > 1:
-            if self.progress.step == 0:
-                self.say("samples: left out, for no process of a pipeline has the whole model")
-            return
-        # transformers reads on from a cache of keys and values; states are lost between chunks, or
-        # are in no such cache
-        is_recurrent = self.engine.engine.model.events is not None
-        written = write_samples(
-            self.model, self.tokenizer, self.prompts, self.config.log.sample_tokens,
-            chunk_size=None if is_recurrent else self.fitting.options.size,
-            device=self.engine.device, in_step=self.processes.num_processes > 1,
-            reshard=self.fitting.options.reshard,
-        )  # fmt: skip
-        self.log.samples(self.progress.step, written)
 
     def _tell_how_to_go_on(self) -> None:
         step = self.progress.step
@@ -866,19 +753,13 @@ class Trainer:
         folder, progress = self.run.path, self.progress
         exported = folder / EXPORT
         report = TrainReport(
-            num_steps=progress.step,
-            num_tokens=progress.num_tokens,
-            train_loss=progress.last_loss,
-            eval_loss_before=progress.eval_loss_before,
-            eval_loss_after=eval_loss,
-            tokens_per_s=progress.num_tokens / progress.steps_s,
+            num_steps=progress.step, num_tokens=progress.num_tokens,
+            train_loss=progress.last_loss, eval_loss_before=progress.eval_loss_before,
+            eval_loss_after=eval_loss, tokens_per_s=progress.num_tokens / progress.steps_s,
             peak_memory_bytes=progress.peak_memory_bytes,
-            num_skipped_batches=progress.num_skipped_batches,
-            run_folder=str(folder),
-            export_folder=str(exported),
-            exported_step=step,
-            export_files=list_export(exported),
-        )
+            num_skipped_batches=progress.num_skipped_batches, run_folder=str(folder),
+            export_folder=str(exported), exported_step=step, export_files=list_export(exported),
+        )  # fmt: skip
         write_json(folder / REPORT, asdict(report))
         of_step = f"step {step}, the lowest held-out loss, " if step != progress.step else ""
         print(f"exported {of_step}to {exported}")
@@ -891,7 +772,7 @@ class Trainer:
         return holds_run(self.run.path)
 
     def _call(self, hook: str, *values: Any) -> None:
-        for callback in self.callbacks:
+        for callback in (*self._parts, *self.callbacks):
             getattr(callback, hook)(self, *values)
 
     def _loss_of(
@@ -919,83 +800,5 @@ class Trainer:
         if self.saved_step:
             kept = f"the checkpoint of step {self.saved_step} is whole, furlong export makes a"
             kept += " model of it"
-        names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        error = DivergenceError(
-            given=f"loss {result.loss}, gradient norm {norm} in step {step}; the weights are still"
-            f" those of step {step - 1}",
-            required=f"a loss of at most train.max_loss = {most:g}"
-            if is_finite
-            else "finite figures",
-            source=f"the sequences of step {step}: {', '.join(names[:8])}{more}",
-            change=f"look at these sequences{', raise train.max_loss' * is_finite}, or start anew"
-            f" with a lower train.lr or a longer train.warmup_steps; {kept}",
-        )
-        raise error.on_all()
-
-
-def _check_alone() -> None:
-    """Raises ConfigError in one of several processes, each of which would train a model by
-    itself."""
-    if (count := read_launch().num_processes) > 1:
-        raise ConfigError(
-            given=f"a Trainer without processes, in one of {count} that were started together",
-            required="the processes of the run, which train one model together",
-            source="processes of Trainer, and the environment variable WORLD_SIZE",
-            change="with joined(read_launch()) as processes: Trainer(..., processes=processes),"
-            " both of furlong.train.processes; where each is a run of its own set WORLD_SIZE=1",
-        )
-
-
-def _check_state(
-    values: Mapping[str, Any], own: Mapping[str, Any], num_batches: Callable[[int], int]
-) -> Progress:
-    """The progress of a state. Raises CheckpointError unless `values` has the keys of a trainer's
-    `own` state, also within the progress, tensors of the same names, shapes and dtypes, and a place
-    in the data: one of the `num_batches` of an epoch, or one in each source of a stream."""
-
-    def keys(of: Any) -> Any:
-        return {name: keys(x) for name, x in of.items()} if isinstance(of, Mapping) else True
-
-    def forms(of: Mapping[str, Any]) -> dict[str, Any]:
-        tensors = {
-            name: (tuple(getattr(x, "shape", ())), getattr(x, "dtype", None))
-            for name, x in of.get("tensors", {}).items()
-        }
-        return dict.fromkeys(of, True) | tensors | {"progress": keys(of.get("progress"))}
-
-    if found := differing(forms(values), forms(own)):
-        raise _not_whole(difference_words(found, "in this trainer"))
-    at, step = values["progress"]["data"], values["progress"]["step"]
-    num_sources = len(own["progress"]["data"]["sources"])
-    is_place = (
-        all(type(x) is int and x >= 0 for x in (step, at["epoch"]))
-        and at["batch"] in range(num_batches(at["epoch"]))
-        and isinstance(at["sources"], list | tuple)
-        and all(keys(source) == keys(asdict(Cursor())) for source in at["sources"])
-    )
-    if not is_place:
-        raise _not_whole(f"step {in_short(step, 20)} and progress.data = {in_short(at, 80)}")
-    if num_sources and len(at["sources"]) not in (0, num_sources):
-        raise _not_whole(f"{len(at['sources'])} sources, {num_sources} in this trainer")
-    return Progress.from_dict(values["progress"])
-
-
-def _not_whole(found: str) -> CheckpointError:
-    return CheckpointError(
-        given=f"a state with {found}",
-        required="the tensors and the progress of this run, with its model and its layout",
-        source="load_state_dict of Trainer",
-        change="pass all that state_dict has returned, of a trainer of the same run file",
-    )
-
-
-def _check_callbacks(callbacks: Sequence[Any]) -> None:
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise ConfigError(
-                given=f"the callback {callback!r}",
-                required="objects of subclasses of furlong.Callback",
-                source="callbacks of Trainer",
-                change="derive its class from furlong.Callback, and give an object of it",
-            )
+        figures = f"loss {result.loss}, gradient norm {norm}"
+        raise diverged(batch, step, figures, most if is_finite else None, kept).on_all()
