@@ -29,13 +29,8 @@ from furlong.models.placeholders import decoder_of
 from furlong.models.support import bare_model
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import require_two_phases
-from furlong.runtime.batch import (
-    IMPLIED,
-    labels_of_padding,
-    padding_read,
-    read_padded,
-    require_type,
-)
+from furlong.runtime.batch import require_type
+from furlong.runtime.hf_batches import IMPLIED, labels_of_padding, padding_read, read_padded
 from furlong.runtime.session import Session
 from furlong.runtime.two_phase import token_values
 

@@ -38,18 +38,12 @@ from furlong.models.attention import forward_as_written
 from furlong.models.support import bare_model, refuse_attention_dropout
 from furlong.ops.loss import IGNORE_INDEX, wide
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.batch import (
-    IMPLIED,
-    ShiftedSequence,
-    count_valid_tokens,
-    read_padded,
-    refused_data,
-    require_type,
-)
+from furlong.runtime.batch import ShiftedSequence, count_valid_tokens, refused_data, require_type
 from furlong.runtime.check import random_ids
 from furlong.runtime.distributed.consensus import each_of, require_same, together
 from furlong.runtime.distributed.fsdp import reshard
 from furlong.runtime.distributed.mesh import Ranks, ranks_given
+from furlong.runtime.hf_batches import IMPLIED, read_padded
 from furlong.runtime.rng import RNGState, modes_kept, replayed
 from furlong.runtime.scan import HOOKS, scan
 from furlong.testing import relative_error
