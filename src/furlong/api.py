@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 from zlib import crc32
 
 import torch
@@ -33,7 +33,7 @@ from furlong.runtime.batch import (
     shift_labels,
     whole_number,
 )
-from furlong.runtime.distributed.consensus import each_of, require_same, together
+from furlong.runtime.distributed.consensus import Facts, agree, require_same
 from furlong.runtime.distributed.fsdp import clip_gradients
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.head import LossHead
@@ -44,10 +44,13 @@ from furlong.runtime.step import (
     batch_for,
     drawn_seed,
     facts_of,
-    planned_batch,
+    facts_of_run,
+    own_plan,
     planner_of,
     read_sequences,
+    require_checked,
     take_step,
+    whole_plan,
     with_draw,
 )
 from furlong.runtime.two_phase import (
@@ -146,8 +149,7 @@ class Engine:
 
     def reads(self, plan: ChunkPlan) -> list[int]:
         """Return the seq_ids of a plan whose tokens or labels this process reads."""
-        with self._session.alone():
-            return read_sequences(plan, self._session.rank, self._session.rows_of(plan))
+        return read_sequences(plan, self._session.rank, self._session.rows_of(plan))
 
     def clip_gradients(self, max_norm: float | None) -> float:
         """Clip gradients to a global L2 norm of `max_norm` (None: do not clip); return the norm
@@ -159,10 +161,11 @@ class Engine:
                     f"stage {ranks.stage}, gradient of {name}": parameter.grad is not None
                     for name, parameter in self.model.model.named_parameters()
                 }
-                each = each_of(ranks, lambda: crc32(repr(owned).encode()), place)
+                checksum = crc32(repr(owned).encode())
+                _, each = agree(ranks, lambda: (None, {}, checksum), place)
                 of_stage = [each[i - i % (ranks.dp * ranks.sp)] for i in range(len(each))]
                 if each != of_stage:
-                    require_same(ranks, owned, None)
+                    require_same(ranks, owned)
             return clip_gradients(
                 self.model.model.parameters(), max_norm, self.ranks,
                 counted_elsewhere=self.counted_elsewhere,
@@ -196,24 +199,21 @@ class Engine:
             ConfigError: For lengths that are not positive integers, or options of another type.
         """
         lens = require_seq_lens(seq_lens)
-        with self._session.call("a call of plan"):
-            ranks = self._session.ranks
+
+        def make() -> tuple[ChunkPlan, Facts, int | None]:
             planner = planner_of(self._session, options, backward=backward)
+            if (ranks := self._session.ranks) is None:
+                plan = planner(lens, None)
+                return plan, {}, drawn_seed(plan, options)
+            dealt = by_cost(lens, ranks.dp)
+            plan = join_replicas(
+                [planner([lens[i] for i in own], None) for own in dealt], dealt, lens
+            )
+            facts = {"the plan's checksum": plan.checksum, **facts_of(options, backward)}
+            return plan, facts, drawn_seed(plan, options)
 
-            def make() -> ChunkPlan:
-                if ranks is None:
-                    return planner(lens, None)
-                dealt = by_cost(lens, ranks.dp)
-                return join_replicas(
-                    [planner([lens[i] for i in own], None) for own in dealt], dealt, lens
-                )
-
-            plan = together(ranks, make)
-            seed = drawn_seed(plan, options)
-            if ranks is not None:
-                facts = {"the plan's checksum": plan.checksum, **facts_of(options, backward)}
-                seed = require_same(ranks, facts, seed)[0]
-            return with_draw(plan, options, seed)
+        with self._session.call("a call of plan", make) as (plan, seeds):
+            return with_draw(plan, options, seeds[0])
 
     def run(
         self,
@@ -244,14 +244,34 @@ class Engine:
             PlanError: For a plan that breaks a rule, or was made for other ranks.
             DataError: For sequences of other lengths, or weights with a plan that samples.
         """
+        return self.run_made(
+            lambda: (plan, sequences), num_valid_tokens, token_loss=token_loss, weights=weights,
+            watch=watch, **measuring,
+        )  # fmt: skip
+
+    def run_made(
+        self,
+        make: Callable[[], tuple[ChunkPlan, Any]],
+        num_valid_tokens: int | None = None,
+        *,
+        token_loss: TokenFunction | None = None,
+        weights: Sequence[float] | None = None,
+        watch: Callable[[], None] = _nothing,
+        **measuring: Unpack[Measuring],
+    ) -> StepResult:
+        """See `run`. `make` returns plan and sequences; an error that it raises on one process is
+        raised on all. It is called again if the model is new on another process."""
         session = self._session
-        with session.call("a call of run"):
 
-            def read() -> Batch:
-                extras = _extras(token_loss)
-                return batch_for(session, plan, sequences, extras=extras, weights=weights)
+        def read() -> tuple[tuple[ChunkPlan, Batch], Facts, int]:
+            plan, sequences = make()
+            extras = _extras(token_loss)
+            batch = batch_for(session, plan, sequences, extras=extras, weights=weights)
+            facts = facts_of_run(session, plan, batch, num_valid_tokens)
+            return (plan, batch), facts, session.lacks(plan.stages)
 
-            batch = together(session.ranks, read)
+        with session.call("a call of run", read) as ((plan, batch), lacking):
+            require_checked(session, plan, lacking)
             head = partial(LossHead, function=token_loss or label_losses)
             return take_step(session, plan, batch, num_valid_tokens, watch, head=head, **measuring)
 
@@ -282,19 +302,20 @@ class Engine:
         the number of labels.
         """
         session = self._session
-        with session.call("a call of forward_backward"):
 
-            def read() -> Batch:
-                extras = _extras(token_loss)
-                needs_labels = token_loss is None
-                shifted = shift_labels(sequences, extras=extras, needs_labels=needs_labels)
-                if not shifted:
-                    raise refused_data("no sequences", "at least one", "leave such a call out")
-                require_type(options, ChunkOptions)
-                shares = share_prompts and not options.sampling and may_share(session)
-                return join_prompts(shifted, options.size) if shares else batch_of(shifted)
+        def read() -> Batch:
+            extras = _extras(token_loss)
+            needs_labels = token_loss is None
+            shifted = shift_labels(sequences, extras=extras, needs_labels=needs_labels)
+            if not shifted:
+                raise refused_data("no sequences", "at least one", "leave such a call out")
+            require_type(options, ChunkOptions)
+            shares = share_prompts and not options.sampling and may_share(session)
+            return join_prompts(shifted, options.size) if shares else batch_of(shifted)
 
-            plan, batch, _ = planned_batch(session, options, read, backward=backward)
+        make = partial(own_plan, session, options, read, num_valid_tokens, backward=backward)
+        with session.call("a call of forward_backward", make) as (own, each):
+            plan, batch, _ = whole_plan(session, options, own, each)
             head = partial(LossHead, function=token_loss or label_losses)
             return take_step(session, plan, batch, num_valid_tokens, watch, head=head)
 

@@ -144,7 +144,7 @@ def test_another_layout_goes_on(
 def has_no_memory(arguments: list[str], at: int, number: int) -> None:
     """A process runs out of memory in its second step, after `at` actions; after none it has not
     even its tokens."""
-    run, part, steps = Engine.run, Batch.part, count(1)
+    run, part, steps = Engine.run_made, Batch.part, count(1)
 
     def no_part(self: Any, *args: Any) -> Any:
         if next(steps) == 2:
@@ -163,7 +163,7 @@ def has_no_memory(arguments: list[str], at: int, number: int) -> None:
 
     if os.environ["RANK"] == str(number):
         if at:
-            Engine.run = short  # type: ignore[method-assign]
+            Engine.run_made = short  # type: ignore[method-assign]
         else:
             Batch.part = no_part  # type: ignore[method-assign]
     command(arguments)

@@ -109,10 +109,11 @@ def test_collectives_of_a_step_wait_for_its_slowest_replica(monkeypatch):
     monkeypatch.setattr(batches, "allow_time", allowed.append)
     planner = BatchPlanner(Layout(2), squares, 3, seconds=lambda plan: 60.0 * sum(plan.seq_lens))
     own = SimpleNamespace(
-        ranks=None, model=SimpleNamespace(device="cpu"), reads=lambda _: [], run=lambda *_, **__: 0
-    )
+        ranks=None, model=SimpleNamespace(device="cpu"), reads=lambda _: [],
+        run_made=lambda make, *_, **__: make(),
+    )  # fmt: skip
     engine = BatchEngine(own)
-    engine._plans = SimpleNamespace(get=planner.plan)
+    engine._plans = SimpleNamespace(get=planner.plan, expect=lambda _: None)
     batch = SimpleNamespace(seq_lens=(60, 8), num_valid_tokens=1, part=lambda *_: {})
     for backward in (True, False):
         engine.compute(batch, ChunkOptions(size=16), backward=backward)

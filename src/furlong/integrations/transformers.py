@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,7 @@ from furlong.ops.loss import IGNORE_INDEX, wide
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.batch import ShiftedSequence, count_valid_tokens, refused_data, require_type
 from furlong.runtime.check import random_ids
-from furlong.runtime.distributed.consensus import each_of, require_same, together
+from furlong.runtime.distributed.consensus import Facts, agree, run_on_all
 from furlong.runtime.distributed.fsdp import reshard
 from furlong.runtime.distributed.mesh import Ranks, ranks_given
 from furlong.runtime.hf_batches import IMPLIED, read_padded
@@ -580,12 +579,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Collective: refuse changed settings, and test the model again if it has changed on any
         process. `place` names the call site; all processes must be at the same one."""
 
-        def has_changed() -> int:
+        def has_changed() -> tuple[None, Facts, bool]:
             self._refuse(self.model)
-            return self._asked_of() != self._asked
+            return None, {}, self._asked_of() != self._asked
 
-        if any(each_of(self._ranks, has_changed, place)):
-            together(self._ranks, self._ask, place)
+        if any(agree(self._ranks, has_changed, place)[1]):
+            run_on_all(self._ranks, self._ask, place)
 
     @cached_property
     def _ranks(self) -> Ranks | None:
@@ -604,10 +603,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         facts |= {name: str(getattr(self.args, name, None)) for name in _DECIDING}
         if hasattr(self.train_dataset, "__len__"):
             facts["rows of train_dataset"] = len(self.train_dataset)
-        digest = crc32(repr(facts).encode())
-        if len({*each_of(self._ranks, lambda: digest, "a comparison of trainers")}) > 1:
-            assert self._ranks is not None
-            require_same(self._ranks, facts, None)
+        agree(self._ranks, lambda: (None, facts, None), "a comparison of trainers")
 
     def _ask(self) -> None:
         require_model_loss(self)

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +53,12 @@ from furlong.plan.rows import ChunkRows
 from furlong.runtime.cell import rows_on
 from furlong.runtime.check import Agree, self_check
 from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline
-from furlong.runtime.distributed.consensus import each_of, gathered, require_equal, together
+from furlong.runtime.distributed.consensus import (
+    Facts,
+    agree,
+    require_equal,
+    run_on_all,
+)
 from furlong.runtime.distributed.failures import is_lost, leave, lost
 from furlong.runtime.distributed.fsdp import one_layer_at_a_time, one_step, reshard, shard
 from furlong.runtime.distributed.mesh import Ranks, ranks_given, require_stages
@@ -201,6 +206,10 @@ class Session:
     model: HFDecoder
     scan: ModelScan
     """The model as the current call finds it."""
+    frozen_layers: list[int]
+    """Number of first layers without a trained parameter, of each process."""
+    trains: bool
+    """Whether any process trains a parameter."""
 
     def __init__(
         self,
@@ -249,12 +258,18 @@ class Session:
                 vars(self).pop("scan", None)  # it would keep modules that a caller replaces
 
     @contextmanager
-    def call(self, place: str, *, takes_autocast: bool = False) -> Iterator[None]:
+    def call(
+        self,
+        place: str,
+        read: Callable[[], tuple[Any, Facts, Any]] = lambda: (None, {}, None),
+        *,
+        takes_autocast: bool = False,
+    ) -> Iterator[tuple[Any, list[Any]]]:
         """Context manager for a call of all processes: wrap the model as it is now and, if it is
-        new, check and shard it. See `alone`. `place`: see `together`.
+        new, check and shard it; yield what they agree on. See `alone`.
 
         If one process raises an error, all do. Raises LinkError if an earlier call failed inside a
-        collective.
+        collective. `place`, `read`: see `consensus.agree`; if a model is new, all read once more.
         """
         self.state.refuse_nested()
         if self.state.is_broken:
@@ -269,21 +284,28 @@ class Session:
             )
         with self.heard(place), ExitStack() as stack:
 
-            def enter() -> int:
+            def enter() -> tuple[Any, Facts, tuple[int, Any]]:
                 stack.enter_context(self.alone(takes_autocast=takes_autocast))
                 self.state.open_pools(self.device, self.storage)
                 lacks_links = self.ranks is not None and self.ranks.pp > 1
                 lacks_links = lacks_links and self.state.pipeline is None
-                is_changed = self.scan.fingerprint != self._fingerprint
-                return _CHANGED * is_changed + _UNLINKED * lacks_links
+                news = _CHANGED * (self.scan.fingerprint != self._fingerprint)
+                news += _UNLINKED * lacks_links
+                if news:
+                    return None, {}, (news, None)
+                made, facts, value = read()
+                return made, facts, (0, value)
 
-            news = each_of(self.ranks, enter, place)
-            if any(own & _CHANGED for own in news):
+            made, each = agree(self.ranks, enter, place)
+            values = [value for _, value in each]
+            if any(news & _CHANGED for news, _ in each):
                 self._adapt()
-            if self.ranks is not None and any(own & _UNLINKED for own in news):
+            if self.ranks is not None and any(news & _UNLINKED for news, _ in each):
                 self.state.close_links()
                 self.state.pipeline = open_pipeline(self.ranks, self.model)
-            yield
+            if any(news for news, _ in each):
+                made, values = agree(self.ranks, read, place)
+            yield made, values
 
     @contextmanager
     def heard(self, place: str, *, by_all: bool = True) -> Iterator[None]:
@@ -308,7 +330,7 @@ class Session:
 
     def _adapt(self) -> None:
         """Wrap, compare, check and shard the model, which has changed on some process."""
-        together(self.ranks, self._wrap)
+        run_on_all(self.ranks, self._wrap)
         if self.ranks is not None:
             base = self.model.base
             settings = {"max_seq_len": str(self.max_seq_len), "mode": mode_of(base)}
@@ -320,7 +342,13 @@ class Session:
         if ranks is not None and self.offload_weights:  # check on the compute device
             self._shard(ranks)
             ranks = None
-        self.require_checked((self.model.num_layers,))
+        heights = (self.model.num_layers,)
+        trains = any(parameter.requires_grad for parameter in self.scan.parameters)
+        own = self.lacks(heights), self.model.num_frozen_layers, trains
+        _, each = agree(self.ranks, lambda: (None, {}, own))
+        self.require_checked(heights, [lacks for lacks, *_ in each])
+        self.frozen_layers = [num_layers for _, num_layers, _ in each]
+        self.trains = any(trains for *_, trains in each)
         if ranks is not None:
             self._shard(ranks)  # needs no second check
             self.state.checked.add(self._key((self.model.num_layers,)))
@@ -440,12 +468,6 @@ class Session:
         self.state.exchange = self.state.exchange or AllToAll(self.ranks.place_groups)
         return self.state.exchange
 
-    @property
-    def num_frozen_layers(self) -> int:
-        """Number of first layers without a trained parameter on any process. A collective."""
-        own = self.model.num_frozen_layers
-        return own if self.ranks is None else min(n for (n,) in gathered(self.ranks, [own]))
-
     def rows_of(self, plan: ChunkPlan) -> Callable[[Chunk], ChunkRows]:
         """Return a function from a chunk of the plan to its rows on this process."""
         return rows_on(self.model, plan, self.process)
@@ -478,13 +500,15 @@ class Session:
         ranks = self.state.ranks
         return ranks is not None and ranks.divides
 
-    def require_checked(self, heights: tuple[int, ...]) -> None:
-        """Run the self-check for stages of `heights` layers, if any process has not passed it. A
-        collective."""
+    def lacks(self, heights: tuple[int, ...]) -> int:
+        """Return what this process lacks of the self-check for stages of `heights` layers."""
+        lacks = _CHECK * (self._key(heights) not in self.state.checked)
+        return lacks + _PROBE * ("probed" not in vars(self.model))
+
+    def require_checked(self, heights: tuple[int, ...], lacking: Sequence[int]) -> None:
+        """Run the self-check for stages of `heights` layers, if any process has not passed it.
+        `lacking`: what each process lacks, see `lacks`. A collective if any does."""
         key = self._key(heights)
-        lacks = _CHECK * (key not in self.state.checked)
-        lacks += _PROBE * ("probed" not in vars(self.model))
-        lacking = each_of(self.ranks, lambda: lacks)
         if not any(lacking):
             return
         if any(own & _PROBE for own in lacking):  # passes gather weights, so all run the same ones
@@ -516,9 +540,10 @@ class Session:
                 return True
             return False
 
-        if any(each_of(ranks, check)):  # then all processes go without fused modules
+        _, fails = agree(ranks, lambda: (None, {}, check()))
+        if any(fails):  # then all processes go without fused modules
             self.model.fused, is_new = [], True
-            together(ranks, check)
+            run_on_all(ranks, check)
             self.state.keeps_written = True
             words = f"{self.model.name} keeps its own norms and adapters in chunks: {fault}"
             warnings.warn(words, stacklevel=2)
@@ -537,7 +562,7 @@ class Session:
             divide(self.model, ranks, self.compute_dtype, offload=self.offload_weights)
             self.scan = scan(self.given, self.model.base)
 
-        together(ranks, share)
+        run_on_all(ranks, share)
         if ranks.divides and whole and all(parameter() is not None for parameter in whole):
             warnings.warn(_HELD_ELSEWHERE, stacklevel=5)
 

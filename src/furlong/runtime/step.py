@@ -38,11 +38,11 @@ from furlong.runtime.batch import (
 )
 from furlong.runtime.distributed.comms import require_layout
 from furlong.runtime.distributed.consensus import (
+    Facts,
     Planned,
     checksum_of,
     joined,
-    require_same,
-    together,
+    run_on_all,
 )
 from furlong.runtime.executor import Executor
 from furlong.runtime.head import Head, LossHead
@@ -198,10 +198,9 @@ def planner_of(
     session: Session, options: ChunkOptions, *, backward: bool
 ) -> Callable[[Sequence[int], Forks | None], ChunkPlan]:
     """Return a function that plans one replica's sequences from their lengths and, on one device,
-    the positions where they branch. A collective over pipeline stages; the function is not."""
+    the positions where they branch."""
     model, ranks, pipeline = session.model, session.ranks, session.state.pipeline
-    # collective, so independent of `options`, which may differ between processes
-    frozen = session.num_frozen_layers if pipeline else 0
+    frozen = min(session.frozen_layers) if pipeline else 0
 
     def plan(seq_lens: Sequence[int], forks: Forks | None = None) -> ChunkPlan:
         require_type(options, ChunkOptions)
@@ -225,31 +224,57 @@ def planner_of(
     return plan
 
 
-def planned_batch(
-    session: Session, options: ChunkOptions, read: Callable[[], Batch], *, backward: bool
+def own_plan(
+    session: Session,
+    options: ChunkOptions,
+    read: Callable[[], Batch],
+    num_valid_tokens: int | None,
+    *,
+    backward: bool,
+) -> tuple[tuple[Batch, Planned], Facts, tuple[Planned | None, int]]:
+    """Plan this replica's sequences, for `consensus.agree`; see `whole_plan`. `read` returns their
+    batch."""
+    batch, ranks = read(), session.ranks
+    check_ranges(batch.sequences, session.model)
+    planner = planner_of(session, options, backward=backward)
+    plan = planner([len(tree.input_ids) for tree in batch.planned], batch.forks)
+    seed = drawn_seed(plan, options)
+    found = Planned(plan, labelled_chunks(plan, batch), batch.num_labels or 0, seed)
+    if ranks is None:
+        return (batch, found), {}, (None, session.lacks(plan.stages))
+    _require_stage(session, plan, ranks.stage)
+    checksum = plan.checksum
+    for sequence in batch.sequences:
+        checksum = checksum_of(sequence, checksum)
+    facts = facts_of(options, backward) | {
+        f"sequences and options of replica {ranks.replica}": checksum,
+        "the divisor": num_valid_tokens,
+    }
+    is_first = not ranks.stage and not ranks.process
+    return (batch, found), facts, (found if is_first else None, session.lacks(plan.stages))
+
+
+def whole_plan(
+    session: Session,
+    options: ChunkOptions,
+    own: tuple[Batch, Planned],
+    each: Sequence[tuple[Planned | None, int]],
 ) -> tuple[ChunkPlan, Batch, range]:
-    """Plan the sequences of all replicas; return the plan, its batch, and the seq_ids of this
-    replica's sequences. `read` returns this replica's batch. Collective: if one process raises an
-    error, all do."""
-    ranks, planner = session.ranks, planner_of(session, options, backward=backward)
-
-    def make() -> tuple[Batch, Planned, int]:
-        batch = read()
-        plan = planner([len(tree.input_ids) for tree in batch.planned], batch.forks)
-        checksum = 0 if ranks is None else plan.checksum
-        for sequence in batch.sequences if ranks is not None else ():
-            checksum = checksum_of(sequence, checksum)
-        seed = drawn_seed(plan, options)
-        found = Planned(plan, labelled_chunks(plan, batch), batch.num_labels or 0, seed)
-        return batch, found, checksum
-
-    batch, found, checksum = together(ranks, make)
-    own = range(len(batch.sequences))
-    if ranks is not None:
-        found, own = joined(ranks, found, checksum, facts_of(options, backward))
-        whole = among(dict(zip(own, batch.sequences, strict=True)), found.plan.seq_lens)
+    """Join the plans of all replicas, brought by `own_plan`; return the plan, its batch, and the
+    seq_ids of this replica's sequences."""
+    (batch, found), ids = own, range(len(own[0].sequences))
+    if session.ranks is not None:
+        found, ids = joined(session.ranks, [planned for planned, _ in each])
+        whole = among(dict(zip(ids, batch.sequences, strict=True)), found.plan.seq_lens)
         batch = replace(whole, num_labels=found.num_labels)
-    return with_draw(found.plan, options, found.seed, found.labelled), batch, own
+    require_checked(session, found.plan, [lacks for _, lacks in each])
+    return with_draw(found.plan, options, found.seed, found.labelled), batch, ids
+
+
+def require_checked(session: Session, plan: ChunkPlan, lacking: Sequence[int]) -> None:
+    """Run the self-check for the stages of a plan, if any process has not passed it."""
+    if len(plan.stages) > 1:
+        session.require_checked(plan.stages, lacking)
 
 
 def facts_of(options: ChunkOptions, backward: bool) -> dict[str, object]:
@@ -291,19 +316,16 @@ def take_step(
     head: Callable[[HFDecoder, ChunkPlan, Batch], Head] = LossHead,
     **measuring: Unpack[Measuring],
 ) -> StepResult:
-    """Run a plan on its batch; if one process raises an error before the first action, all do.
+    """Run a plan on its batch, on which all processes have agreed (`own_plan`, `facts_of_run`); if
+    one raises an error before the first action, all do.
 
     `head` makes the consumer of final hidden states. Other arguments: see `Engine.run`.
     """
-    model = session.model
-    divisor, any_trains = _agreed(session, plan, batch, num_valid_tokens)
-    if len(plan.stages) > 1:
-        session.require_checked(plan.stages)
-    num_labels, trains = batch.num_labels, bool(plan.trained)
-    if trains and not any_trains:
+    model, num_labels = session.model, batch.num_labels
+    divisor = divisor_of(num_valid_tokens, num_labels)
+    if plan.trained and not session.trains:
         raise untrainable(model)
-    if trains and session.ranks is not None and session.ranks.pp > 1:
-        session.state.trained_layers = layers_of(plan, session.rank)
+    _require_frozen(session, plan)
     comms, pools = session.comms(plan), session.state.opened
     with ExitStack() as stack:
 
@@ -320,7 +342,9 @@ def take_step(
                 head=head(model, plan, batch), **measuring,
             )  # fmt: skip
 
-        executor = together(session.ranks, make)
+        executor = run_on_all(session.ranks, make)
+        if plan.trained and session.state.pipeline is not None:
+            session.state.trained_layers = layers_of(plan, session.rank)
         tally = session.state.backend.tally
         tally.taken()  # drop counts of checks and other calls
         # An error closes this process's connections before `stack` ends, which waits for gathers
@@ -377,50 +401,44 @@ def memory_of(
     return PlanMemory(shape, training, room_bytes, device_type=model.device.type)
 
 
-def _agreed(
+def facts_of_run(
     session: Session, plan: ChunkPlan, batch: Batch, num_valid_tokens: int | None
-) -> tuple[int, bool]:
-    """Check a step on all processes; return its divisor, and whether any parameter is trained.
-
-    Collective: an error on one process is raised on all. Raises ConfigError unless all have the
-    same plan, divisor, weights and sequences, and PlanError if the plan has no backward in layers
-    that a process trains.
-    """
-    model, ranks = session.model, session.ranks
-
-    def find() -> tuple[int, int, bool]:
-        divisor = divisor_of(num_valid_tokens, batch.num_labels)
-        check_ranges(batch.sequences, model)
-        num_frozen = model.num_layers  # the executor checks this itself without a pipeline
-        if session.state.pipeline is not None:
-            _require_stage(session, plan)
-            num_frozen = model.num_frozen_layers if plan.frozen_stages else num_frozen
-        return divisor, num_frozen, any(p.requires_grad for p in session.scan.parameters)
-
-    divisor, num_frozen, trains = together(ranks, find)
-    if ranks is None:
-        return divisor, trains
+) -> Facts:
+    """Return what all processes must agree on that run a given plan; see `take_step`."""
+    divisor = divisor_of(num_valid_tokens, batch.num_labels)
+    check_ranges(batch.sequences, session.model)
+    if session.ranks is None:
+        return {}
+    _require_stage(session, plan, session.rank)
     facts: dict[str, object] = {"the plan's checksum": plan.checksum, "the divisor": divisor}
     weights = batch.weights or (None,) * len(plan.seq_lens)
     facts |= {f"weight of sequence {i}": repr(weight) for i, weight in enumerate(weights)}
     for seq_id, sequence in enumerate(batch.sequences):
         if len(sequence.input_ids):
             facts[f"checksum of sequence {seq_id}"] = checksum_of(sequence)
-    rows = require_same(ranks, facts, (num_frozen, trains))
-    num_frozen, process = min((own, process) for process, (own, _) in enumerate(rows))
+    return facts
+
+
+def _require_frozen(session: Session, plan: ChunkPlan) -> None:
+    """Raise PlanError if the plan has no backward in layers that a process trains."""
+    if session.state.pipeline is None:  # the executor checks it
+        return
+    num_frozen, process = min((n, process) for process, n in enumerate(session.frozen_layers))
     if sum(plan.stages[: plan.frozen_stages]) > num_frozen:
         raise PlanError(
             f"the plan has no backward in its first {plan.frozen_stages} stages, where process "
             f"{process} trains parameters, or below: plan again"
         )
-    return divisor, any(trains for _, trains in rows)
 
 
-def _require_stage(session: Session, plan: ChunkPlan) -> None:
-    """Raise PlanError for layers that this process lacks, or whose weights here are outdated."""
+def _require_stage(session: Session, plan: ChunkPlan, rank: int) -> None:
+    """Raise PlanError for layers of a rank that this process lacks in a pipeline, or whose weights
+    here are outdated."""
+    if session.state.pipeline is None:
+        return
     model, before = session.model, session.state.trained_layers
     model.stages(plan.stages)  # refuses stages that do not add up to the model's layers
-    own = layers_of(plan, session.rank)
+    own = layers_of(plan, rank)
     model.require_held(own)
     if len(model.local_layers) > len(own) and before not in (None, own):
         raise PlanError(

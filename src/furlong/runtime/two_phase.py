@@ -50,9 +50,10 @@ from furlong.runtime.batch import (
 )
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.distributed.consensus import (
-    gathered,
+    agree,
+    all_gather_ints,
     require_same_loss,
-    together,
+    run_on_all,
     weights_checksum,
 )
 from furlong.runtime.distributed.mesh import Ranks
@@ -61,7 +62,7 @@ from furlong.runtime.head import OutputHead
 from furlong.runtime.precision import gradients_apart
 from furlong.runtime.scan import ModelScan
 from furlong.runtime.session import Autocast, Session
-from furlong.runtime.step import memory_of, planned_batch, take_step
+from furlong.runtime.step import memory_of, own_plan, take_step, whole_plan
 from furlong.values import TokenFunction, require_function
 
 GradientMode = Literal["returned", "added"]
@@ -152,9 +153,7 @@ class TwoSteps:
         self._place = f"the backward of call {session.state.num_calls} of {_name(function)}"
         self._gradients, self._watch, self._options = gradients, watch, options
         self._local, self._at_forward = batch, session.scan
-        self._plan, self._batch, self._own = planned_batch(
-            session, options, lambda: batch, backward=False
-        )
+        self._plan, self._batch, self._own = self._planned(backward=False)
         _require_labels(function, self._batch.num_labels)  # a replica may have none
         dtype = session.compute_dtype
         self._head = OutputHead(
@@ -180,7 +179,7 @@ class TwoSteps:
         without a graph. Raises ConfigError, on all, if a backward will follow and the model drew
         random numbers."""
         has_drawn = self._take(self._plan)
-        if self._records and any(n for (n,) in gathered(self._ranks, [int(has_drawn)])):
+        if self._records and any(n for (n,) in all_gather_ints(self._ranks, [int(has_drawn)])):
             raise ConfigError(
                 given=f"token_values on {self._ranks.num_processes} processes of a model that draws"
                 " random numbers in train mode (dropout, jitter or sampling)",
@@ -207,7 +206,7 @@ class TwoSteps:
             if weights_checksum(self.parameters) != self._checksum:
                 raise _changed("weights")
 
-        together(ranks, begin, self._place)
+        run_on_all(ranks, begin, self._place)
         self._is_over = True
         like = next((own for own in cotangents if own is not None), self._like)
         lens = [self._batch.seq_lens[i] for i in self._own]
@@ -225,15 +224,24 @@ class TwoSteps:
             stack.enter_context(_modes_of(self._at_forward))
             if self._gradients == "returned":
                 stack.enter_context(gradients_apart(self.parameters, found))
-            plan, *_ = planned_batch(session, self._options, lambda: self._local, backward=True)
+            plan, *_ = self._planned(backward=True)
             self._take(plan)
-        together(ranks, lambda: self._head.require_unmoved(self.parameters[0].dtype))
+        run_on_all(ranks, lambda: self._head.require_unmoved(self.parameters[0].dtype))
         self._head.cotangents = ()
         for parameter in without:  # FSDP2 sets zeros where no backward arrives
             parameter.grad = None
         for parameter in self._head_alone:
             found.pop(id(parameter), None)
         return [found.get(id(p)) for p in self.parameters]
+
+    def _planned(self, *, backward: bool) -> tuple[ChunkPlan, Batch, range]:
+        """Return the plan of all replicas, its batch and the seq_ids of this replica."""
+        session, options = self._session, self._options
+        own, each = agree(
+            self._ranks,
+            partial(own_plan, session, options, lambda: self._local, 1, backward=backward),
+        )
+        return whole_plan(session, options, own, each)
 
     def _take(self, plan: ChunkPlan) -> bool:
         """Run a step; return whether this process drew random numbers."""
@@ -245,7 +253,7 @@ class TwoSteps:
         """All-reduce the outputs, of which each process has computed some entries or none (zeros
         elsewhere); return those of this replica's sequences."""
         form = (_DTYPES.index(found[0].dtype), *found[0].shape[1:], 0)[:2] if found else (-1, -1)
-        forms = {tuple(form) for form in gathered(self._ranks, form)} - {(-1, -1)}
+        forms = {tuple(form) for form in all_gather_ints(self._ranks, form)} - {(-1, -1)}
         if len(forms) > 1:
             raise ConfigError(
                 given="fn, which returned another number of values, or another dtype, on some "
@@ -404,7 +412,7 @@ def token_values(
 
     autocast, place = Autocast.captured(session.autocast_kind), f"a call of {_name(function)}"
     with session.call(place, takes_autocast=session.ranks is None):
-        shifted = together(session.ranks, read, place)
+        shifted = run_on_all(session.ranks, read, place)
         session.state.num_calls += 1
         trains = session.records()
         if session.ranks is not None:
@@ -446,7 +454,7 @@ def _planned_alone(
 def _any_trains(ranks: Ranks, trains: bool) -> bool:
     """Return whether any process trains parameters. Raises ConfigError, on all, where only some
     record a graph: they would wait in the backward for the others. A collective."""
-    rows = gathered(ranks, [int(torch.is_grad_enabled()), int(trains)])
+    rows = all_gather_ints(ranks, [int(torch.is_grad_enabled()), int(trains)])
     without = [str(process) for process, (records, _) in enumerate(rows) if not records]
     if 0 < len(without) < len(rows):
         raise ConfigError(

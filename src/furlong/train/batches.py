@@ -27,7 +27,6 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import gathered_first, join_kept, plan_replica
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import num_drawn, sampled
-from furlong.runtime.distributed.consensus import together
 from furlong.runtime.distributed.mesh import allow_time
 from furlong.train.processes import ALONE, Processes, limit_of_step
 
@@ -251,18 +250,18 @@ class BatchEngine:
             return self.engine.forward_backward(
                 batch.tensors(), options, divisor, backward, watch=watch
             )
-        plans = self._plans
+        plans, made = self._plans, list[ChunkPlan]()
+        # before the first exchange, in which a process with a new model waits for the others' plan
+        plans.expect(Wanted.of(batch, options, backward=backward))
 
-        def prepare() -> tuple[str, ChunkPlan, Mapping[int, Mapping[str, Tensor]]]:
-            method, plan, step_s = plans.get(Wanted.of(batch, options, backward=backward))
-            allow_time(limit_of_step(step_s))
-            if backward:
-                plan = with_draw(plan, batch, options)
-            return method, plan, batch.part(self.engine.reads(plan))
+        def make() -> tuple[ChunkPlan, Mapping[int, Mapping[str, Tensor]]]:
+            if not made:
+                self.method, plan, step_s = plans.get(Wanted.of(batch, options, backward=backward))
+                allow_time(limit_of_step(step_s))
+                made.append(with_draw(plan, batch, options) if backward else plan)
+            return made[0], batch.part(self.engine.reads(made[0]))
 
-        # an error in planning or in reading sequences is raised on all processes
-        self.method, plan, own = together(self.engine.ranks, prepare)
-        return self.engine.run(plan, own, batch.num_valid_tokens, weights=weights, watch=watch)
+        return self.engine.run_made(make, batch.num_valid_tokens, weights=weights, watch=watch)
 
     def share(self, num_sequences: int) -> range:
         """Return the sequences whose token losses, known to all, this process aggregates."""

@@ -173,19 +173,12 @@ class Processes:
         return self.launch.num_processes
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of each value over all processes, in float64."""
-        if self.group is None:
-            return list(values)
-        import torch
-        from torch import distributed as dist
-
-        added = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(added, group=self.group)
-        return added.tolist()
+        """Return the sum of each value over all processes."""
+        return [sum(column) for column in zip(*self.each(values), strict=True)]
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any process."""
-        return self.sums([float(flag)])[0] > 0
+        return any(self.each(flag))
 
     def each(self, value: _T) -> list[_T]:
         """Return the values of all processes."""
@@ -200,29 +193,34 @@ class Processes:
     def together(self, work: Callable[[], _T]) -> _T:
         """Return the result of `work` on this process. If it raises a UserError on any process, all
         raise that of the lowest rank."""
+        return self._agreed(work, shares=False)[0]
+
+    def from_first(self, work: Callable[[], _T]) -> _T:
+        """Run `work` on the first process only; return its result on all."""
+        own: Any = work if self.is_first else lambda: None
+        return self._agreed(own, shares=True)[1][0]  # type: ignore[no-any-return]
+
+    def _agreed(self, work: Callable[[], _T], *, shares: bool) -> tuple[_T, list[_T]]:
+        """Return the result of `work` on this process and, if it `shares` them, those of all."""
         failure: UserError | ElsewhereError | None = None
         result: Any = None
         try:
             result = work()
         except (UserError, ElsewhereError) as error:
             failure = error
-        if self.any(failure is not None):
-            failures = [(n, own) for n, own in enumerate(self.each(failure)) if own is not None]
-            told = [(n, own) for n, own in failures if isinstance(own, UserError)]
-            if not told:
-                raise failure or failures[0][1]
-            number, first = told[0]
-            if number == self.launch.number and isinstance(failure, UserError):
-                first = failure  # with its traceback
-            elif number:
-                first.given = f"process {number}: {first.given}"
-            raise first.on_all()
-        return result  # type: ignore[no-any-return]
-
-    def from_first(self, work: Callable[[], _T]) -> _T:
-        """Run `work` on the first process only; return its result on all."""
-        result: Any = self.together(work if self.is_first else lambda: None)
-        return self.each(result)[0]  # type: ignore[no-any-return]
+        each: list[tuple[Any, Any]] = self.each((failure, result if shares else None))
+        failures = [(number, own) for number, (own, _) in enumerate(each) if own is not None]
+        if not failures:
+            return result, [shared for _, shared in each]
+        told = [(number, own) for number, own in failures if isinstance(own, UserError)]
+        if not told:
+            raise failure or failures[0][1]
+        number, first = told[0]
+        if number == self.launch.number and isinstance(failure, UserError):
+            first = failure  # with its traceback
+        elif number:
+            first.given = f"process {number}: {first.given}"
+        raise first.on_all()
 
     def from_first_of_machine(self, value: _T) -> _T:
         """Return the value of this machine's first process. A collective."""
@@ -260,21 +258,15 @@ def require_equal(
 
     `facts`: JSON values by name; `source`, `change`: parts of the message.
     """
-    if processes.num_processes == 1:
-        return
-    own = json.loads(json.dumps(dict(facts)))
-    first = processes.from_first(lambda: own)
-
-    def compare() -> None:
+    first, *others = processes.each(json.loads(json.dumps(dict(facts))))
+    for number, own in enumerate(others, 1):
         if found := differing(own, first):
             raise ConfigError(
-                given=difference_words(found, "on process 0"),
+                given=f"process {number}: {difference_words(found, 'on process 0')}",
                 required="the same on all processes of a run",
                 source=source,
                 change=change,
-            )
-
-    processes.together(compare)
+            ).on_all()
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from furlong.plan.plan import (
 )
 from furlong.plan.text import format_action
 from furlong.planners.orders import even_heights
-from furlong.runtime.distributed.consensus import gathered
+from furlong.runtime.distributed.consensus import all_gather_ints
 from furlong.runtime.distributed.fsdp import (
     adding_up,
     adds_unused,
@@ -90,7 +90,7 @@ def open_pipeline(ranks: Ranks, model: HFDecoder) -> Pipeline:
 def _stage_heights(ranks: Ranks, model: HFDecoder) -> tuple[int, ...]:
     """Return the number of layers of each stage: the layers that its processes hold, or an even
     split if each holds the whole model. Collective over the world."""
-    held = gathered(ranks, [model.local_layers.start, len(model.local_layers)])
+    held = all_gather_ints(ranks, [model.local_layers.start, len(model.local_layers)])
     firsts, counts = zip(*held[:: ranks.dp * ranks.sp], strict=True)
     if firsts == tuple(accumulate((0, *counts[:-1]))) and sum(counts) == model.num_layers:
         return counts

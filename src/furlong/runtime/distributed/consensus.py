@@ -1,4 +1,5 @@
-"""Agreement among processes: errors, equal facts, one plan.
+"""Agreement among processes: errors, equal facts, one plan. The only home of such exchanges in the
+engine: whether a process enters one depends only on what all processes know.
 
 FSDP2 keeps a shard of each process's weights, pipeline stages come from different processes, and a
 sequence-parallel group reads a part of each sequence on each process. If models or sequences
@@ -40,11 +41,23 @@ from furlong.runtime.distributed.failures import is_lost, lost
 from furlong.runtime.distributed.mesh import Ranks
 
 _T = TypeVar("_T")
-FINE = ""
-"""The outcome of a process that has not failed; else the reason in one line."""
+_V = TypeVar("_V")
+Facts = Mapping[str, object]
+"""Values by name that must be equal on all processes that have the name."""
 
 
-def gathered(
+class _Word(NamedTuple):
+    """The part of one process in an exchange."""
+
+    place: str
+    """The call that the process makes, in words."""
+    failure: str
+    """The reason why it cannot go on, in one line; "" if it can."""
+    facts: Facts
+    value: Any
+
+
+def all_gather_ints(
     ranks: Ranks, own: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[list[int]]:
     """All-gather a list of integers in a group, by default of all processes."""
@@ -56,111 +69,70 @@ def gathered(
     return rows
 
 
-def together(ranks: Ranks | None, act: Callable[[], _T], place: str = "a step") -> _T:
-    """Call `act` on every process and return its result; if it raises on one, raise on all.
+def run_on_all(ranks: Ranks | None, fn: Callable[[], _T], place: str = "a step") -> _T:
+    """Call `fn` on every process and return its result; if it raises on one, raise on all. See
+    `agree`."""
+    return agree(ranks, lambda: (fn(), {}, None), place)[0]
+
+
+def agree(
+    ranks: Ranks | None, fn: Callable[[], tuple[_T, Facts, _V]], place: str = "a step"
+) -> tuple[_T, list[_V]]:
+    """Call `fn` on every process; return its result, and the values of all. One collective.
 
     Args:
+        fn: Returns (result, facts, value).
         place: What the caller does, in words, for messages and to compare between processes.
 
     Raises:
-        ElsewhereError: On processes whose `act` returned, if it raised on another one.
-        ConfigError: On all, if processes are in different places.
+        ElsewhereError: On processes whose `fn` returned, if it raised on another one.
+        ConfigError: On all, if processes are in different places, or facts differ.
         LinkError: If a process does not arrive.
     """
-    return _together(ranks, act, place, lambda made: 0)[0]
-
-
-def each_of(ranks: Ranks | None, act: Callable[[], int], place: str = "a step") -> list[int]:
-    """Call `act` on every process, return the results of all; raises as `together` does."""
-    return _together(ranks, act, place, int)[1]
-
-
-def _together(
-    ranks: Ranks | None, act: Callable[[], _T], place: str, number_of: Callable[[_T], int]
-) -> tuple[_T, list[int]]:
-    """Return the result of `act`, and `number_of(result)` of each process."""
     if ranks is None:
-        return (made := act()), [number_of(made)]
+        made, _, value = fn()
+        return made, [value]
     try:
-        made = act()
+        made, facts, value = fn()
     except Exception as error:
-        _fared(ranks, outcome_of(error), None, place)
+        report(ranks, error, place)
         raise
-    failure, numbers = _fared(ranks, FINE, None, place, number_of(made))
-    if failure is not None:
-        raise failure
-    return made, numbers
+    return made, exchange(ranks, value, place, facts=facts)
 
 
-def failure_of(
-    ranks: Ranks,
-    own: str = FINE,
-    group: dist.ProcessGroup | None = None,
-    *,
-    place: str = "a step",
-) -> ElsewhereError | None:
-    """Return the error to raise if any process of a group, by default of all, failed, else None.
-    A collective. `place`: see `together`."""
-    return _fared(ranks, own, group, place)[0]
+def report(
+    ranks: Ranks, error: Exception, place: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """Tell an error to processes that wait for this one in `exchange`. A collective."""
+    is_told = isinstance(error, ElsewhereError)  # by the process that it names
+    _said(ranks, _Word(place, "" if is_told else reason_of(error), {}, None), group)
 
 
-def _fared(
-    ranks: Ranks, own: str, group: dist.ProcessGroup | None, place: str, brought: int = 0
-) -> tuple[ElsewhereError | None, list[int]]:
-    """Return the error of `failure_of`, and the number `brought` by each process."""
-    group = group or ranks.group
-    try:
-        rows = gathered(ranks, (int(own != FINE), zlib.crc32(place.encode()), brought), group)
-    except RuntimeError as error:
-        if not is_lost(error):
-            raise
-        raise lost(ranks.groups, error, place) from error
-    if len({at for _, at, _ in rows}) > 1:
-        places = [""] * len(rows)
-        dist.all_gather_object(places, place, group=group)
-        numbers: dict[str, list[str]] = {}
-        for at, other in enumerate(places):
-            numbers.setdefault(other, []).append(str(dist.get_global_rank(group, at)))
-        raise ConfigError(
-            given="; ".join(f"process {', '.join(n)} in {other}" for other, n in numbers.items()),
-            required="the same calls and backwards on all processes, in the same order",
-            source="the code that calls furlong, on each process",
-            change="where one process makes no loss, or its loss raises an error, end it or skip "
-            "the backward on all",
+def exchange(
+    ranks: Ranks, value: _V, place: str, group: dist.ProcessGroup | None = None,
+    *, facts: Facts | None = None,
+) -> list[_V]:  # fmt: skip
+    """All-gather an object in a group, by default of all processes; raises as `agree` does."""
+    words = _said(ranks, _Word(place, "", facts or {}, value), group)
+    failed = {number: word.failure for number, word in words.items() if word.failure}
+    if failed:
+        names, reason = ", ".join(map(str, failed)), next(iter(failed.values()))
+        raise ElsewhereError(
+            in_four_parts(
+                given=f"an error on process {names} ({reason})",
+                required=f"{place} that every process can take: all take it, or none does",
+                source=f"process {names}, which raises the error itself",
+                change="mend there what it tells; then all processes can make the call again",
+            )
         )
-    failed = [at for at, (has_failed, *_) in enumerate(rows) if has_failed]
-    if not failed:
-        return None, [number for *_, number in rows]
-    texts = [""] * len(rows)
-    dist.all_gather_object(texts, own, group=group)
-    names = ", ".join(str(dist.get_global_rank(group, at)) for at in failed)
-    text = in_four_parts(
-        given=f"an error on process {names} ({texts[failed[0]]})",
-        required=f"{place} that every process can take: all take it, or none does",
-        source=f"process {names}, which raises the error itself",
-        change="mend there what it tells; then all processes can make the call again",
-    )
-    return ElsewhereError(text), []
-
-
-def outcome_of(error: BaseException) -> str:
-    """Return the outcome to report for an error: FINE if it reports another process's failure."""
-    return FINE if isinstance(error, ElsewhereError) else reason_of(error)
-
-
-def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list[_T]:
-    """All-gather `brought`. Raises ConfigError, on all processes, unless every two processes agree
-    on the values of the keys of `facts` that both have. A collective."""
-    found = [(facts, brought)] * ranks.num_processes
-    dist.all_gather_object(found, (facts, brought), group=ranks.group)
     firsts: dict[str, tuple[int, object]] = {}
-    for process, (own, _) in enumerate(found):
-        for key, value in own.items():
-            first, before = firsts.setdefault(key, (process, value))
-            if value != before:
+    for number, word in words.items():
+        for key, fact in word.facts.items():
+            first, before = firsts.setdefault(key, (number, fact))
+            if fact != before:
                 deal = f"; deal sequences to the {ranks.dp} replicas (Ranks.replica)"
                 raise ConfigError(
-                    given=f"{key}: {in_short(value, 60)} on process {process},"
+                    given=f"{key}: {in_short(fact, 60)} on process {number},"
                     f" {in_short(before, 60)} on process {first}",
                     required="the same on all processes",
                     source="the model, arguments and sequences that each process has passed",
@@ -168,7 +140,39 @@ def require_same(ranks: Ranks, facts: Mapping[str, object], brought: _T) -> list
                     "models (hooks, modes, config, frozen weights), arguments and calls that are "
                     "alike on all processes" + deal * ("sequence" in key),
                 )
-    return [of_process for _, of_process in found]
+    return [word.value for word in words.values()]
+
+
+def _said(ranks: Ranks, word: _Word, group: dist.ProcessGroup | None) -> dict[int, _Word]:
+    """All-gather words, by number of the process. Raises ConfigError, on all, if processes are in
+    different places."""
+    group = group or ranks.group
+    words = [word] * group.size()
+    try:
+        dist.all_gather_object(words, word, group=group)
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        raise lost(ranks.groups, error, word.place) from error
+    found = dict(zip(dist.get_process_group_ranks(group), words, strict=True))
+    numbers: dict[str, list[str]] = {}
+    for number, one in found.items():
+        numbers.setdefault(one.place, []).append(str(number))
+    if len(numbers) > 1:
+        raise ConfigError(
+            given="; ".join(f"process {', '.join(n)} in {other}" for other, n in numbers.items()),
+            required="the same calls and backwards on all processes, in the same order",
+            source="the code that calls furlong, on each process",
+            change="where one process makes no loss, or its loss raises an error, end it or skip "
+            "the backward on all",
+        )
+    return found
+
+
+def require_same(ranks: Ranks, facts: Facts) -> None:
+    """Raise ConfigError, on all processes, unless every two processes agree on the values of the
+    keys that both have. A collective."""
+    exchange(ranks, None, "a comparison", facts=facts)
 
 
 def checksum_of(sequence: ShiftedSequence, checksum: int = 0) -> int:
@@ -207,7 +211,7 @@ def require_equal(
     tied = model.tied_weight if ranks.stage in (0, ranks.pp - 1) else None
     if tied is not None:
         facts["the tied embeddings"] = _form(tied)
-    require_same(ranks, facts, None)  # first: checksums of divided weights are collectives
+    require_same(ranks, facts)  # first: checksums of divided weights are collectives
     if are_known:
         return
     sums = whole_checksums([*parameters.values()])
@@ -216,7 +220,7 @@ def require_equal(
         facts["the tied embeddings" if weight is tied else f"stage {ranks.stage}, {name}"] = (
             f"checksum {x:x}"
         )
-    require_same(ranks, facts, None)
+    require_same(ranks, facts)
 
 
 def _form(weight: Tensor) -> str:
@@ -299,7 +303,7 @@ def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
     flat = torch.cat([own.detach().double().flatten() for own in cotangents])
     turned = flat * torch.arange(len(flat), device=flat.device).cos()  # sensitive to order
     own = torch.stack([flat.norm(), turned.sum()]).cpu()
-    bits = gathered(ranks, own.view(torch.int64).tolist())
+    bits = all_gather_ints(ranks, own.view(torch.int64).tolist())
     rows = torch.tensor(bits, device="cpu").view(torch.float64)
     for process, (norm, turn) in enumerate(rows.tolist()):
         first = ranks.replica_of(process) * ranks.sp
@@ -328,29 +332,16 @@ class Planned(NamedTuple):
     """Seed of the chunk sampling, if any."""
 
 
-def joined(
-    ranks: Ranks, own: Planned, checksum: int, facts: Mapping[str, object]
-) -> tuple[Planned, range]:
-    """Join the plans of all replicas; return the joint plan, equal on all processes, and the
-    seq_ids of this replica's sequences. A collective.
-
-    Args:
-        own: The plan of this replica, equal on its processes; the first of them sends it.
-        checksum: Of this replica's plan and sequences, compared within the replica.
-        facts: Options that decide how plans are joined, compared on all processes.
-
-    Raises:
-        ConfigError: On all, if checksums or facts differ.
-    """
-    is_first = not ranks.stage and not ranks.process
-    compared = {**facts, f"sequences and options of replica {ranks.replica}": checksum}
-    each = [one for one in require_same(ranks, compared, own if is_first else None) if one]
-    plans, ids, labelled = [one.plan for one in each], list[range](), set[int]()
+def joined(ranks: Ranks, each: Sequence[Planned | None]) -> tuple[Planned, range]:
+    """Join the plans of all replicas, of which the first process of each has brought its own;
+    return the joint plan, equal on all processes, and the seq_ids of this replica's sequences."""
+    own = [one for one in each if one is not None]
+    plans, ids, labelled = [one.plan for one in own], list[range](), set[int]()
     num_sequences = num_chunks = 0
-    for one in each:
+    for one in own:
         ids.append(range(num_sequences, num_sequences + len(one.plan.seq_lens)))
         labelled.update(num_chunks + chunk for chunk in one.labelled)
         num_sequences, num_chunks = ids[-1].stop, num_chunks + len(one.plan.chunks)
     plan = join_replicas(plans, ids, [n for one in plans for n in one.seq_lens])
-    num_labels = sum(one.num_labels for one in each)
-    return Planned(plan, labelled, num_labels, each[0].seed), ids[ranks.replica]
+    num_labels = sum(one.num_labels for one in own)
+    return Planned(plan, labelled, num_labels, own[0].seed), ids[ranks.replica]

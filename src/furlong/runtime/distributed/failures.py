@@ -70,7 +70,7 @@ def lost(groups: Sequence[dist.ProcessGroup], error: BaseException, place: str) 
     Args:
         groups: Groups of this process, that of all processes first.
         error: The backend's error.
-        place: See `consensus.together`.
+        place: See `consensus.agree`.
     """
     leave(_LOST, groups)
     told, silent = who_left(dist.get_process_group_ranks(groups[0]))

@@ -42,7 +42,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from furlong.errors import UnsupportedModelError
 from furlong.models.quantized import packed_linears
 from furlong.models.support import add_fsdp_method
-from furlong.runtime.distributed.consensus import FINE, failure_of, gathered, outcome_of
+from furlong.runtime.distributed.consensus import exchange, report
 from furlong.runtime.distributed.failures import is_lost
 from furlong.runtime.distributed.mesh import Ranks
 
@@ -182,16 +182,16 @@ def one_layer_at_a_time(
 
     The processes of the stage agree before each gather, and on exit, that none has failed; if one
     has, all raise. So they must run the same passes and decide by equal numbers: the yielded
-    function returns the maximum over processes of each number. `place`: see `consensus.together`.
+    function returns the maximum over processes of each number. `place`: see `consensus.agree`.
     """
     group, goes_on = ranks.stage_group, True
 
-    def agree() -> None:
+    def agree(own: Sequence[float] = ()) -> list[Sequence[float]]:
         nonlocal goes_on
         goes_on = False
-        if (failure := failure_of(ranks, FINE, group, place=place)) is not None:
-            raise failure
+        each = exchange(ranks, own, place, group)
         goes_on = True
+        return each
 
     def gather(own: Any, plain: Callable[..., None], async_op: bool = False) -> None:
         if own._all_gather_result is None and not own.is_unsharded:
@@ -199,9 +199,7 @@ def one_layer_at_a_time(
         plain(async_op)
 
     def highest(numbers: Mapping[str, float]) -> dict[str, float]:
-        agree()
-        bits = torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64)
-        rows = torch.tensor(gathered(ranks, bits.tolist(), group)).view(torch.float64)
+        rows = torch.tensor(agree([*numbers.values()]), dtype=torch.float64)
         return dict(zip(numbers, rows.amax(0).tolist(), strict=True))  # amax propagates NaN
 
     root: object = base
@@ -216,7 +214,7 @@ def one_layer_at_a_time(
             agree()
         except Exception as error:
             if goes_on and not is_lost(error):  # join the agreement that others wait in
-                failure_of(ranks, outcome_of(error), group, place=place)
+                report(ranks, error, place, group)
             raise
 
 
