@@ -39,6 +39,7 @@ from furlong.ops.backends.reference import Reference
 from furlong.ops.backends.select import CallKind, candidates
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.planners.decide import decide
+from furlong.planners.question import Question
 from furlong.planners.setup import cost_model_of, limits_of
 from furlong.runtime.profile import peak_memory_bytes, reset_peak_memory
 from furlong.testing import Gradients, take_grads, total_relative_error
@@ -141,10 +142,8 @@ class Subject:
             machine = this_cpu()
             limits = limits_of(machine, int(0.6 * psutil.virtual_memory().available))
         shape = describe(AutoConfig.for_model(**self.config))
-        return decide(
-            count_lengths([num_tokens]), size=StepSize(1), limits=limits,
-            model=cost_model_of(config, shape, machine),
-        ).options  # fmt: skip
+        question = Question((), cost_model_of(config, shape, machine), limits)
+        return decide(question, count_lengths([num_tokens]), size=StepSize(1)).options
 
     def step(
         self, num_tokens: int, options: furlong.ChunkOptions

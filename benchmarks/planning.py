@@ -115,7 +115,7 @@ def _search() -> None:
     model = CostModel(model_shape("Llama-3-8B"), Machine.named("H100"))
     spec = model.hardware
     limits = Limits(spec.budget_bytes, int(spec.host_bytes))
-    found = search(Question(lens, model, limits, num_devices=1024))
+    found = search(Question([lens], model, limits, num_devices=1024))
     best = found.best
     console.print(
         f"search: {best.method}, {best.layout}, {best.step_s:.3g} s per step; "

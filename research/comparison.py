@@ -200,7 +200,7 @@ def _ours(problem: Problem) -> Answer:
     """The answer of furlong plan and furlong train."""
     model = problem.model
     limits = Limits(model.hardware.budget_bytes, int(model.hardware.host_bytes))
-    found = one_search(Question(problem.seq_lens, model, limits, problem.num_devices))
+    found = one_search(Question([problem.seq_lens], model, limits, problem.num_devices))
     method, plan = best_plan(problem.seq_lens, found)
     layout = found.best.layout
     step = step_s(whole_model(found.question.model_of(layout)), plan)

@@ -10,7 +10,7 @@ import pytest
 
 from furlong.cli.main import main
 from furlong.cli.plan import parse_flags
-from furlong.cli.question import question_of
+from furlong.cli.plan_question import question_of
 from furlong.planners.question import SIZES
 
 GIB = 2**30
@@ -126,7 +126,7 @@ def test_sizes_and_dials_of_a_run_file_hold_as_they_do_when_it_trains(
         "chunks: {size: 4096, stage_layers: 6}\noffload: {attention: cpu, kv: disk}\n"
     )
     command = [str(run), f"--lengths={lengths}", "--hardware=H100", "--chunks.size=512", *flags]
-    question = question_of(parse_flags(command))
+    question = question_of(parse_flags(command)).asked
     assert (*map(question.given.get, SIZES), question.num_devices) == searched
     dials = {name: value for name, value in question.given.items() if name not in SIZES}
     offload = {"attention": "cpu", "kv": "disk"}

@@ -16,13 +16,14 @@ import pytest
 
 from furlong.cli.main import main
 from furlong.cli.plan import parse_flags
-from furlong.cli.question import question_of
+from furlong.cli.plan_question import question_of
 from furlong.cost.lengths import length_preset, length_presets
 from furlong.cost.shape import known_models, model_shape
 from furlong.plan.check import check
 from furlong.plan.lengths import Lengths
 from furlong.plan.text import load_plan, save_plan
-from furlong.planners.search import METHODS, _Search
+from furlong.planners import search
+from furlong.planners.search import METHODS
 from furlong.report.patience import patience
 from furlong.report.report import report_plan
 
@@ -334,7 +335,7 @@ def test_lengths_beside_a_run_file_are_of_its_own_data(run_file, flags, name, mo
     run_file.write_text(run_file.read_text().replace("data.txt", "texts"))
     counted = run_file.with_name("run.lengths.json")
     counted.write_text('{"version": 1, "lengths": [[300, 3], 20]}')
-    monkeypatch.setattr("furlong.cli.question._count", lambda config: Lengths(((77, 4),)))
+    monkeypatch.setattr("furlong.cli.plan_question._count", lambda config: Lengths(((77, 4),)))
     assert name in question_of(parse_flags([str(run_file), *flags])).batch.source
     assert json.loads(counted.read_text())["lengths"] == [[300, 3], 20]
     later = counted.stat().st_mtime + 9
@@ -516,7 +517,7 @@ def run_of(folder, rope="", **values):
 def test_a_runs_rope_counts_among_the_positions(tmp_path, rope, original, positions):
     scaling = {"original_max_position_embeddings": original} if original else None
     run = run_of(tmp_path, rope, rope_scaling=scaling)
-    assert question_of(parse_flags([run])).model.shape.num_positions == positions
+    assert question_of(parse_flags([run])).asked.model.shape.num_positions == positions
 
 
 def test_a_run_on_one_device_is_not_told_to_use_more(tmp_path, capsys):
@@ -571,15 +572,15 @@ def test_a_step_above_the_budget_fits_nowhere_on_its_page(lengths, capsys, monke
 
 
 def test_an_interrupted_search_prints_the_best_plan_so_far(lengths, capsys, monkeypatch):
-    whole_try, tried = _Search._try, []
+    whole_try, tried = search._try, []
 
-    def interrupted(search, candidate, beat_s):
-        if search.fitting:
+    def interrupted(trials, candidate, beat_s):
+        if trials.fitting:
             raise KeyboardInterrupt
         tried.append(candidate)
-        return whole_try(search, candidate, beat_s)
+        return whole_try(trials, candidate, beat_s)
 
-    monkeypatch.setattr(_Search, "_try", interrupted)
+    monkeypatch.setattr(search, "_try", interrupted)
     assert plan(lengths, *QUICK, "--json") == 0
     page = json.loads(capsys.readouterr().out)
     assert page["search"]["is_cut_short"] and page["search"]["num_tried"] == 1

@@ -21,7 +21,7 @@ GIB = 2**30
 
 def answer_to(seq_lens, *, name="Qwen2.5-0.5B", gib=20, training=LORA, **more):
     model = CostModel(model_shape(name), Machine.named("A100-80"), training)
-    return search(Question(seq_lens, model, Limits(int(gib * GIB), 200 * GIB), **more))
+    return search(Question([seq_lens], model, Limits(int(gib * GIB), 200 * GIB), **more))
 
 
 def test_what_lacks_memory_does_not_fit_when_it_is_given():

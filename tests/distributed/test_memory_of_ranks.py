@@ -30,7 +30,7 @@ from furlong.plan.lengths import StepSize, count_lengths
 from furlong.planners.decide import decide
 from furlong.planners.options import option_values
 from furlong.planners.orders import plan_replica
-from furlong.planners.question import Limits
+from furlong.planners.question import Limits, Question
 from furlong.runtime.distributed.fsdp import _groups, sharded_modules
 from furlong.runtime.distributed.mesh import make_ranks
 
@@ -55,10 +55,10 @@ def chosen(budget_bytes: int) -> dict[str, Any]:
     """The options of a run on a pool of two devices with so many bytes each."""
     given, lens = {"sp": 2, "pp": 1, "offload": "none", "size": 256}, LENS[0]
     model = costs(SETTINGS | {"tie_word_embeddings": False})
+    question = Question((), model, Limits(budget_bytes), 2, given=given)
     decision = decide(
-        count_lengths(lens), size=StepSize(len(lens)), steps=lens, model=model, num_devices=2,
-        limits=Limits(budget_bytes), given=given, must_fit=True,
-    )  # fmt: skip
+        question, count_lengths(lens), size=StepSize(len(lens)), steps=lens, must_fit=True
+    )
     return option_values(decision.options)
 
 

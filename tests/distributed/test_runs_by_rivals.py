@@ -137,4 +137,4 @@ def test_rivals_end_with_a_step_that_did_not_fit(tiny_run: TinyRun, tmp_path: Pa
         decision = decision_of(json.loads(json.dumps(values_of(decision))))
         found = run_model.batch_plans_of(config, model, decision)
         assert found is not None and found.has_shrunk != is_free
-        assert 2**29 < found.question.limits.limit_bytes < 2**30
+        assert 2**29 < found.space.question.limits.limit_bytes < 2**30

@@ -1,7 +1,7 @@
 """What `auto` decides: the fastest plan that fits, and of those alike the one that needs least."""
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from math import inf
 
 import pytest
@@ -38,7 +38,9 @@ def choose(model=CPU, lengths=LENS, budget_bytes=1000 * GIB, **changes):
     values = {"size": StepSize(8)} | changes
     offload = {name: values.pop(name, 0) for name in ("cpu_bytes", "disk_bytes")}
     limits = Limits(int(budget_bytes), **offload, margin=values.pop("margin", MARGIN))
-    return decide(lengths, model=model, limits=limits, **values)
+    names = {"num_devices", "calls", "given", "method"} & values.keys()
+    asked = {name: values.pop(name) for name in names}
+    return decide(Question((), model, limits, **asked), lengths, **values)
 
 
 def needs(options, lens, model=CPU):
@@ -77,7 +79,7 @@ def test_the_last_percents_of_speed_are_not_bought_with_memory():
 def test_the_search_loses_nothing_to_brute_force(num_devices, lens, gib):
     """A plain loop over layouts and options, timed and walked as whole replicas run them."""
     model = CPU if num_devices == 1 else H100
-    question = Question(lens, model, Limits(gib * GIB), num_devices)
+    question = Question([lens], model, Limits(gib * GIB), num_devices)
     fastest_s = inf
     for layout in question.layouts():
         space = Space(question, layout)
@@ -142,23 +144,22 @@ def test_the_longest_sequence_of_the_data_must_fit_though_no_step_has_it():
 
 def test_several_small_steps_are_not_packed_into_one():
     for per_step, replicas in ((1, [1] * 10), (4, [4, 4, 2])):
-        question = Question([500] * 10, CPU, Limits(2**40), sequences_per_step=per_step)
+        question = Question(StepSize(per_step).cut([500] * 10), CPU, Limits(2**40))
         space = Space(question, Layout())
         assert [len(step[0]) for step in space.dealt] == replicas
-        assert sorted(i for step in space.dealt for i in step[0]) == list(range(10))
         assert longest_step(space, 4096) == ([500] if per_step == 1 else [500, 1500])
 
 
 def test_a_step_of_the_longest_sequence_has_it_a_second_time():
     for per_step, step in ((1, [9000]), (2, [9000, 3288]), (4, [9000, 3288, 9000])):
-        question = Question([9000] * 4, CPU, Limits(2**40), sequences_per_step=per_step)
+        question = Question(StepSize(per_step).cut([9000] * 4), CPU, Limits(2**40))
         assert longest_step(Space(question, Layout()), 4096) == step
 
 
 def test_several_layouts_are_tried_best_first():
     lens = [24_000, 12_000, 9000, 5000, 3000, *[700] * 32]
     given = {"keep": "kv", "num_retained": 0, "size": 4096, "pp": 1}
-    question = Question(lens, H100, Limits(24 * GIB), 8, given=given, method="chunkflow")
+    question = Question([lens], H100, Limits(24 * GIB), 8, given=given, method="chunkflow")
     answer = search(question)
     assert len(answer.slower) == 2 and len(answer.tried) + len(answer.refused) == 1
 
@@ -200,7 +201,7 @@ def test_a_huge_batch_is_predicted_from_some_of_its_sequences(monkeypatch, seq_l
     drawn = []
 
     def see(question, tell, **_):
-        drawn.append(len(question.seq_lens))
+        drawn.append(sum(map(len, question.steps)))
         raise ConfigError(given="", required="", source="", change="")
 
     monkeypatch.setattr("furlong.planners.decide.search", see)
@@ -212,14 +213,11 @@ def test_a_huge_batch_is_predicted_from_some_of_its_sequences(monkeypatch, seq_l
 def test_steps_in_tokens_are_drawn_as_a_run_closes_them():
     lengths = count_lengths([8_000] * 2 + [500] * 200)
     drawn, size = sample_steps(lengths, StepSize(tokens=4_000), seed=0, num_devices=4)
-    question = Question(
-        drawn, CPU, Limits(2**40), longest=8_000, sequences_per_step=size.sequences,
-        tokens_per_step=size.tokens,
-    )  # fmt: skip
-    steps = [drawn[i:j] for i, j in pairwise([0, *question.stops])]
+    steps = size.cut(drawn)
+    question = Question(steps, CPU, Limits(2**40), longest=8_000, size=size)
     assert [sum(step) for step in steps].count(4_000) >= 3
     assert all(sum(step) <= 4_000 or step == [8_000] for step in map(list, steps))
-    assert size.sequences in (7, 8) and question.share == 1 / len(steps)
+    assert size.sequences in (7, 8) and question.weight == 1 / len(steps)
     space = Space(question, Layout())
     assert [len(own) for (own,) in space.dealt] == [len(step) for step in steps]
     assert longest_step(space, 3_000) == [8_000]
@@ -232,7 +230,7 @@ def test_of_one_large_step_short_and_long_sequences_are_drawn(monkeypatch):
     drawn = []
     monkeypatch.setattr(
         "furlong.planners.decide.search",
-        lambda question, *_, **__: drawn.extend(question.seq_lens) or 1 / 0,
+        lambda question, *_, **__: drawn.extend(*question.steps) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
         choose(lengths=count_lengths([8_000] * 20 + [500] * 200), size=StepSize(220))
@@ -338,9 +336,9 @@ def test_the_seconds_of_a_sample_are_those_of_a_draw_and_its_memory_is_that_of_a
 @pytest.mark.parametrize("order", [{"order": "chunk-first"}, {"stage_layers": 12}])
 def test_the_seconds_of_a_sample_are_those_of_its_plan(order):
     dials = {"size": 1024, "sample": Sampling(rate=0.3)} | order
-    question = Question([9_000, 3_000, 500], CPU, Limits(2**40), given=dials)
+    question = Question([[9_000, 3_000, 500]], CPU, Limits(2**40), given=dials)
     best = search(question).best
-    exact = best.plan_of(question.seq_lens)
+    exact = best.plan_of(*question.steps)
     drawn = one_draw(exact, best.options.sampling)
     assert drawn.sampled and drawn != one_draw(exact, None) == exact
     assert best.step_s == pytest.approx(predict(CPU, drawn).step_s, rel=1e-12)

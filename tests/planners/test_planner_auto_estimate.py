@@ -169,7 +169,7 @@ def test_the_bound_of_a_later_sequence_has_the_gradients_of_all_layers():
 def test_no_step_is_faster_than_the_bound_of_its_layout():
     """On a card where packed slices go to a slower kernel than the chunks of a long sequence."""
     model = CostModel(model_shape("Qwen3-8B"), Machine.named("H100"))
-    question = Question([400_000, 300, 300], model, Limits(2**50))
+    question = Question([[400_000, 300, 300]], model, Limits(2**50))
     space = Space(question, Layout())
     plan_of = space.plan_of(ChunkOptions(size=65_536, keep="all"))
     assert least_s(space) < space.step_s(plan_of)

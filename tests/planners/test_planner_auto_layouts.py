@@ -30,7 +30,15 @@ from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
 from furlong.planners.question import SLACK, Candidate, Limits, Question, Space, whole_model
-from furlong.planners.search import _MOST_FITTING, METHODS, Method, _Search, best_plan, search
+from furlong.planners.search import (
+    _MOST_FITTING,
+    METHODS,
+    Method,
+    Trials,
+    _walk,
+    best_plan,
+    search,
+)
 from furlong.report.report import report_plan
 from furlong.simulate.predict import Needs, most_of, needs_of, predict, predict_step, step_s
 from furlong.train.batches import BatchPlanner, Wanted
@@ -52,10 +60,9 @@ def choose(
 ) -> Decision:
     values = {"size": StepSize(8), "must_fit": True} | changes
     given = (sizes or {}) | values.pop("dials", {})
-    return decide(
-        lengths, model=model, limits=Limits(int(budget_bytes)), num_devices=num_devices,
-        given=given, **values,
-    )  # fmt: skip
+    asked = {"method": values.pop("method", "auto"), "given": given}
+    question = Question((), model, Limits(int(budget_bytes)), num_devices, **asked)
+    return decide(question, lengths, **values)
 
 
 def test_short_sequences_are_dealt_to_replicas() -> None:
@@ -187,7 +194,7 @@ def test_a_layouts_step_is_that_of_the_plan_that_a_run_makes_of_it(layout: Layou
     lens = [min(n, 32768) for n in sample_lengths("chatqa2", 6, 0)]
     order = {} if layout.pp > 1 else {"order": "layer-first", "stage_layers": 1}
     options = ChunkOptions(size=4096, keep="kv", **order)
-    space = Space(Question(lens, H100, LIMITS), layout)
+    space = Space(Question([lens], H100, LIMITS), layout)
     plan_of = space.plan_of(options)
     told_s = space.step_s(plan_of)
     planner = BatchPlanner(layout, H100.sequence_seconds, SHAPE.num_layers, space.stages)
@@ -198,7 +205,7 @@ def test_a_layouts_step_is_that_of_the_plan_that_a_run_makes_of_it(layout: Layou
     own = SHAPE.num_parameters / layout.num_devices / H100.hardware.optimizer_parameters_per_s
     # a stage at either end has the tied head
     assert own * (1 - 1e-6) <= update_s <= own * (1 + 1e-6) * (1 if layout.pp == 1 else 2)
-    alone = (step_s(space.model, plan_of(space.lens(own))) for own in space.dealt[0])
+    alone = (step_s(space.model, plan_of(own)) for own in space.dealt[0])
     assert told_s - update_s >= max(alone) * (1 - 1e-9)
     # whole weights are there once, whether an Unshard gathers them or not
     lists = (tuple(a for a in own if not isinstance(a, Unshard)) for own in run.actions)
@@ -211,7 +218,8 @@ def test_of_a_part_of_a_step_counts_once_what_a_step_has_once(layout: Layout) ->
     """Gathers and sums of weights, a pipeline's fill and drain, the optimizer."""
     plan_of = partial(Space.plan_of, options=ChunkOptions(size=1024, keep="all"))
     part, whole = (
-        Space(Question([1024] * n, H100, LIMITS, sequences_per_step=32), layout) for n in (8, 32)
+        Space(Question([[1024] * n], H100, LIMITS, size=StepSize(32), weight=32 / n), layout)
+        for n in (8, 32)
     )
     whole_s = whole.step_s(plan_of(whole))
     assert part.step_s(plan_of(part)) == pytest.approx(whole_s, rel=1e-4)
@@ -224,8 +232,8 @@ def test_whole_graphs_are_kept_layer_first_where_they_do_not_fit_chunk_first() -
 
     def offered(budget_bytes: float, **more: Any) -> dict[str | None, int]:
         limits = Limits(int(budget_bytes), margin=0.0)
-        question = Question([65_536] * 2, H100, limits, 2, given=given | more)
-        found = list(chunks(question, Layout(2)))
+        question = Question([[65_536] * 2], H100, limits, 2, given=given | more)
+        found = list(chunks(Space(question, Layout(2))))
         return {c.options.order: sum(c.least or Needs(0)) for c in reversed(found)}
 
     plenty = 2**50
@@ -234,10 +242,11 @@ def test_whole_graphs_are_kept_layer_first_where_they_do_not_fit_chunk_first() -
     assert set(offered(plenty)) == {"chunk-first"}
     between = (least["layer-first"] + least["chunk-first"]) / 2
     assert set(offered(between)) == {"chunk-first", "layer-first"}
-    one_chunk = chunks(Question([4096] * 2, H100, LIMITS, 2, given={"size": 4096}), Layout(2))
-    assert ("all", "layer-first") not in {(c.options.keep, c.options.order) for c in one_chunk}
+    one_chunk = Space(Question([[4096] * 2], H100, LIMITS, 2, given={"size": 4096}), Layout(2))
+    found = {(c.options.keep, c.options.order) for c in chunks(one_chunk)}
+    assert ("all", "layer-first") not in found
     # it takes no less time
-    space = Space(Question([65_536] * 2, H100, LIMITS, 2), Layout(2))
+    space = Space(Question([[65_536] * 2], H100, LIMITS, 2), Layout(2))
     first_s, *others_s = (
         space.step_s(space.plan_of(ChunkOptions(**given, **order)))
         for order in ({}, *({"order": "layer-first", "stage_layers": n} for n in (1, 8)))
@@ -246,9 +255,9 @@ def test_whole_graphs_are_kept_layer_first_where_they_do_not_fit_chunk_first() -
 
 
 def test_plans_of_equal_estimates_are_not_one_plan() -> None:
-    state, tried = _Search(Question([4096] * 8, H100, LIMITS, 2), lambda words: None), set[int]()
+    question, tried = Question([[4096] * 8], H100, LIMITS, 2), set[int]()
 
-    def offered(question: Question, layout: Layout) -> Iterator[Candidate]:
+    def offered(space: Space) -> Iterator[Candidate]:
         for size in range(512, 4096, 256):
             options = ChunkOptions(size=size)
 
@@ -256,32 +265,32 @@ def test_plans_of_equal_estimates_are_not_one_plan() -> None:
                 tried.add(options.size)
                 return plan_replica(lens, options, num_layers=SHAPE.num_layers)
 
-            yield Candidate("", layout, options, 0.0, plan_of, Needs(0), [4096])
+            yield Candidate("", space, options, 0.0, plan_of, Needs(0), [4096])
 
-    list(state._walk(Layout(2), offered))
+    list(_walk(Trials(question, lambda words: None), Space(question, Layout(2)), offered))
     assert len(tried) == _MOST_FITTING
 
 
 def test_a_search_checks_no_plan_that_nobody_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[ChunkPlan] = []
     monkeypatch.setattr(orders, "check", checked.append)
-    question = Question([9000, 3000, 700, 500], H100, LIMITS, num_devices=4)
+    question = Question([[9000, 3000, 700, 500]], H100, LIMITS, num_devices=4)
     answer = search(question)
     assert len(answer.tried) > 1 and not checked
-    best_plan(question.seq_lens, answer)
-    assert checked and checked[-1].seq_lens == tuple(question.seq_lens)
+    best_plan(*question.steps, answer)
+    assert checked and checked[-1].seq_lens == tuple(*question.steps)
 
 
 @pytest.mark.parametrize("keep", ["all", "attention", "input"])
 def test_one_rank_of_each_kind_tells_what_a_pipeline_needs(keep: Any) -> None:
     layout = Layout(pp=8)
-    space = Space(Question([9000, 3000, 3000, 700], H100, LIMITS, 8), layout)
-    state, memory = _Search(space.question, lambda words: None), space.model.memory()
+    space = Space(Question([[9000, 3000, 3000, 700]], H100, LIMITS, 8), layout)
+    trials, memory = Trials(space.question, lambda words: None), space.model.memory()
     for size, offload in product((512, 4096), ({}, {"offload": "cpu"})):
         options = ChunkOptions(size=size, keep=keep, num_retained=2, **offload)
-        plan = space.plan_of(options)(space.question.seq_lens)
-        candidate = Candidate("", layout, options, 0.0, space.plan_of(options), longest=[9000])
-        found = state._walked(candidate, [plan])
+        plan = space.plan_of(options)(*space.question.steps)
+        candidate = Candidate("", space, options, 0.0, space.plan_of(options), longest=[9000])
+        found = trials.walked(candidate, [plan])
         assert len(vars(plan)["_curves"]) < layout.pp
         curves = [memory.curve(plan, rank) for rank in range(layout.pp)]
         assert found.needs == most_of(map(needs_of, curves))
@@ -293,7 +302,7 @@ def test_chunks_with_which_replicas_wait_for_each_other_end_no_search() -> None:
     model = CostModel(SHAPE, Machine.named("A100-80"))
     found = []
     for given in ({}, {"size": 8000}):
-        question = Question(lens, model, LIMITS, 2, given={"dp": 2, "sp": 1, "pp": 1} | given)
+        question = Question([lens], model, LIMITS, 2, given={"dp": 2, "sp": 1, "pp": 1} | given)
         found.append(search(question).best.step_s)
     assert found[0] <= found[1] * (1 + 0.005)
 
@@ -301,13 +310,13 @@ def test_chunks_with_which_replicas_wait_for_each_other_end_no_search() -> None:
 @pytest.mark.parametrize("layout", layouts(4, SHAPE), ids=str)
 @pytest.mark.parametrize("keep", ["all", "kv"])
 def test_estimates_are_near_the_simulation(layout: Layout, keep: Any) -> None:
-    space = Space(Question([9000, 3000, 3000, 700], H100, LIMITS), layout)
+    space = Space(Question([[9000, 3000, 3000, 700]], H100, LIMITS), layout)
     options = ChunkOptions(size=1024, keep=keep)
-    groups = shard(group_chunks(space.lens(space.dealt[0][0]), options), layout.sp)
+    groups = shard(group_chunks(space.busiest[0], options), layout.sp)
     estimate = TimeEstimate(
         space.model, groups, sp_size=layout.sp, stages=space.stages, num_steps=1
     )
-    plan = space.plan_of(options)(space.lens(space.dealt[0][0]))
+    plan = space.plan_of(options)(space.busiest[0])
     lists = (tuple(a for a in own if not isinstance(a, Reduce)) for own in plan.actions)
     simulated_s = step_s(space.model, replace(plan, actions=tuple(lists)))
     assert estimate.seconds(options) == pytest.approx(
@@ -317,7 +326,7 @@ def test_estimates_are_near_the_simulation(layout: Layout, keep: Any) -> None:
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(sp=2, pp=2), Layout(pp=4)], ids=str)
 def test_no_plan_needs_less_than_the_bound(layout: Layout) -> None:
-    space = Space(Question([9000, 3000, 3000, 700], H100, LIMITS), layout)
+    space = Space(Question([[9000, 3000, 3000, 700]], H100, LIMITS), layout)
     for options in GRID:
         plan = space.plan_of(options)(longest_step(space, options.size))
         needed = predict(space.model, plan).device_bytes
@@ -332,12 +341,12 @@ def test_no_plan_that_frees_weights_needs_less_than_the_bound(
     layout: Layout, height: int, keep: Any
 ) -> None:
     """The whole batch of a replica waits in front of every stage."""
-    question = Question([9000, 3000, 3000, 700], H100, LIMITS, layout.num_devices)
+    question = Question([[9000, 3000, 3000, 700]], H100, LIMITS, layout.num_devices)
     space = Space(question.resharding(layout), layout)
     options = ChunkOptions(
         size=1024, keep=keep, order="layer-first", stage_layers=height, reshard=True
     )
-    plans = (space.plan_of(options)(space.lens(own)) for step in space.dealt for own in step)
+    plans = (space.plan_of(options)(own) for step in space.dealt for own in step)
     needed = max(predict(space.model, plan).device_bytes for plan in plans)
     least = max(bound.needs(options).device_bytes for bound in bounds_of(space, options.size))
     assert 0.9 * needed < least <= needed * (1 + 1e-6)
@@ -360,7 +369,7 @@ def test_a_card_between_kept_and_freed_weights_has_them_freed() -> None:
 def test_weights_are_freed_where_kept_ones_leave_no_room_for_a_plan() -> None:
     """Their state alone would fit."""
     lengths, sizes, layout = count_lengths([60_000]), {"sp": 2, "pp": 1}, Layout(sp=2)
-    kept = Question([60_000], H100, Limits(8 * GIB), 2).resharding(layout, False)
+    kept = Question([[60_000]], H100, Limits(8 * GIB), 2).resharding(layout, False)
     assert kept.state_bytes(layout) < kept.limits.limit_bytes
     dials = {"size": 2048, "keep": "input", "offload": "none"}
     decision = choose(lengths, 2, 8 * GIB, sizes=sizes, size=StepSize(1), dials=dials)
@@ -372,7 +381,7 @@ def test_weights_are_freed_where_kept_ones_make_a_step_far_slower() -> None:
     given = {"sp": 2, "pp": 1, "offload": "none"}
     free = {"reshard": True, "order": "layer-first"}
     kept, freed, auto = (
-        search(Question([16_384] * 2, H100, Limits(8 * GIB), 2, given=given | more)).best
+        search(Question([[16_384] * 2], H100, Limits(8 * GIB), 2, given=given | more)).best
         for more in ({"reshard": False}, free, {})
     )
     assert 1.25 * freed.step_s < kept.step_s
@@ -385,11 +394,11 @@ def test_passes_of_pipelines_gather_weights_where_kept_ones_leave_no_room(method
     model = CostModel(model_shape("GPT-30B"), Machine.named("A800"), H100.training)
     given = {"sp": 8, "pp": 4} | ({"size": 16_384} if method == "chunkflow" else {})
     limits = Limits(64 * GIB)
-    answer = search(Question([49_152], model, limits, 32, given=given, method=method))
+    answer = search(Question([[49_152]], model, limits, 32, given=given, method=method))
     assert answer.best.options.reshard and answer.best.options.order == "chunk-first"
     _, plan = best_plan([49_152], answer)
     assert plan.regathers and plan.replicated
-    training = answer.asked.model_of(answer.best.layout).training
+    training = answer.best.space.model.training
     decision = Decision(answer.best.options, "", layout=answer.best.layout, stages=plan.stages)
     assert model_of_run(model, decision).training == training
     freed = training.weights(model.shape, plan.stages, frozenset((1,)), 8)
@@ -402,11 +411,9 @@ def on_small_cards(
 ) -> Decision:
     """A decision that may put weights on the CPU; 16 bytes of a parameter are 7.4 GiB."""
     model = replace(H100, training=replace(H100.training, offload_weights=None))
-    return decide(
-        count_lengths([8192]), size=StepSize(1), model=model, num_devices=num_devices,
-        limits=Limits(device_bytes, cpu_bytes), must_fit=True,
-        given={"size": 2048, "keep": "attention", "sp": num_devices, **given},
-    )  # fmt: skip
+    given = {"size": 2048, "keep": "attention", "sp": num_devices, **given}
+    question = Question((), model, Limits(device_bytes, cpu_bytes), num_devices, given=given)
+    return decide(question, count_lengths([8192]), size=StepSize(1), must_fit=True)
 
 
 def test_weights_lie_in_cpu_memory_where_neither_kept_nor_freed_ones_fit() -> None:
@@ -442,7 +449,7 @@ def test_cpu_memory_is_named_though_kept_tensors_on_the_device_would_lack_less_o
     and the device holds the batch only where inputs lie there, too."""
     training = replace(H100.training, offload_weights=None)
     model = CostModel(model_shape("Qwen3-8B"), Machine.named("RTX4090"), training)
-    question = Question([131_072], model, Limits(22 * GIB, 60 * GIB), given={"keep": "input"})
+    question = Question([[131_072]], model, Limits(22 * GIB, 60 * GIB), given={"keep": "input"})
     answer = search(question)
     assert answer.on_device and not answer.tried
     (nearest, *_) = answer.refused
@@ -463,7 +470,7 @@ def test_a_node_holds_large_models_with_all_weights_trained(
         "offload": "none", "keep": "input", "size": 65_536,
     })  # fmt: skip
     assert decision.options.reshard
-    question = Question([131_072], model, Limits(0), 8)
+    question = Question([[131_072]], model, Limits(0), 8)
     kept, freed = (
         question.resharding(Layout(sp=8), own).state_bytes(Layout(sp=8)) / 1e9
         for own in (False, True)
@@ -482,8 +489,8 @@ def test_a_node_holds_large_models_with_all_weights_trained(
 @pytest.mark.parametrize(("budget_bytes", "times"), [(25 * GIB, 0), (70 * GIB, 1)])
 def test_own_chunks_that_cannot_fit_are_not_planned(budget_bytes: int, times: int) -> None:
     """Their finest slices with every layer recomputed are bounded first."""
-    question = Question([2**21] * 3, H100, Limits(budget_bytes), num_devices=4, given={"pp": 4})
-    assert len(list(infinipipe.candidates(question, Layout(pp=4)))) == times
+    question = Question([[2**21] * 3], H100, Limits(budget_bytes), num_devices=4, given={"pp": 4})
+    assert len(list(infinipipe.candidates(Space(question, Layout(pp=4))))) == times
 
 
 def test_equal_sequences_end_the_search_as_soon_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,13 +504,13 @@ def test_equal_sequences_end_the_search_as_soon_as_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(infinipipe, "choose_layers", see)
     limits, layout = Limits(16 * GIB), Layout(pp=2)
     for count in (40, 80):
-        question = Question([9000] * count, H100, limits, num_devices=2, stages=(12, 12))
-        (asked,) = infinipipe.candidates(question, layout)
+        question = Question([[9000] * count], H100, limits, num_devices=2, stages=(12, 12))
+        (asked,) = infinipipe.candidates(Space(question, layout))
         asked.plan_of([9000] * count)
     assert len(costs) > 1 and max(costs) < 20_000
     # another step to beat changes nothing of what was chosen
     before = len(costs)
-    (asked,) = infinipipe.candidates(replace(question, beat_s=1e6), layout)
+    (asked,) = infinipipe.candidates(Space(question, layout, beat_s=1e6))
     asked.plan_of([9000] * 80)
     assert len(costs) == before
 
@@ -511,7 +518,7 @@ def test_equal_sequences_end_the_search_as_soon_as_one(monkeypatch: pytest.Monke
 def test_a_plan_that_holds_no_whole_step_keeps_no_other_from_being_tried() -> None:
     """Only part of a step is timed; the fastest plan holds that, and the search goes on."""
     question = Question(
-        [8192, 500, 500, 500], H100, Limits(12 * GIB), num_devices=2, sequences_per_step=32,
+        [[8192, 500, 500, 500]], H100, Limits(12 * GIB), num_devices=2, size=StepSize(32), weight=8,
         given={"pp": 2}, whole=[8192, 6000, 3000, 500] * 8, method="chunkflow",
     )  # fmt: skip
     answer = search(question)
@@ -522,7 +529,7 @@ def test_a_plan_that_holds_no_whole_step_keeps_no_other_from_being_tried() -> No
 def test_a_search_that_is_interrupted_answers_with_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    question, tries = Question([9000, 3000] * 2, H100, LIMITS, num_devices=4), []
+    question, tries = Question([[9000, 3000] * 2], H100, LIMITS, num_devices=4), []
 
     def stop(words: str) -> None:
         tries.append(words)
@@ -542,13 +549,13 @@ def test_own_chunks_are_asked_where_chunk_options_fit_badly(
     """Two stages lose little with many equal sequences, eight with a single one a lot."""
     asked: list[Layout] = []
 
-    def see(question: Question, layout: Layout) -> Any:
-        asked.append(layout)
+    def see(space: Space) -> Any:
+        asked.append(space.layout)
         return iter(())
 
     monkeypatch.setitem(METHODS, "infinipipe", Method(see, has_own_chunks=True))
     for lens, pp, times in (([3000] * 32, 2, 0), ([30_000], 4, 1)):
-        search(Question(lens, H100, LIMITS, pp, given={"dp": 1, "sp": 1, "pp": pp}))
+        search(Question([lens], H100, LIMITS, pp, given={"dp": 1, "sp": 1, "pp": pp}))
         assert len(asked) == times
 
 
@@ -556,7 +563,7 @@ def test_own_chunks_are_asked_where_chunk_options_fit_badly(
 def test_a_step_of_a_pipeline_runs_what_was_chosen_where_reshard_is_given(reshard: bool) -> None:
     lens = [20_000] * 3
     given = {"dp": 1, "sp": 2, "pp": 4, "reshard": reshard}
-    answer = search(Question(lens, H100, LIMITS, 8, given=given))
+    answer = search(Question([lens], H100, LIMITS, 8, given=given))
     name, plan = best_plan(lens, answer)
     assert name == answer.best.method == "infinipipe"
     assert plan.regathers == reshard
@@ -573,7 +580,7 @@ def test_places_are_asked_where_no_chunk_options_have_their_keys_on_the_device()
     )
     limits = Limits(model.hardware.budget_bytes, int(model.hardware.host_bytes))
     named, auto = (
-        search(Question(lens, model, limits, 8, method=method)).best
+        search(Question([lens], model, limits, 8, method=method)).best
         for method in ("places", "auto")
     )
     assert auto.step_s <= named.step_s * (1 + SLACK)

@@ -11,8 +11,9 @@ from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Offload
-from furlong.planners.decide import decide, nothing_fits
-from furlong.planners.question import Limits, Question, Space, advice
+from furlong.planners.decide import decide
+from furlong.planners.question import Limits, Question, advice
+from furlong.planners.refusals import nothing_fits
 from furlong.planners.search import search
 from furlong.planners.setup import cost_model_of, given_options, offload_budgets
 from furlong.simulate.predict import most_of, needs_of
@@ -120,12 +121,10 @@ def test_a_plan_that_fits_holds_the_gradients_of_the_chunks_before(card, gib, pr
     model = CostModel(model_shape("Llama-3.1-8B"), Machine.named(card), Training())
     lens = draw_with_longest(preset, count, 0, max_seq_len=most)
     limits = Limits(gib * GIB, 144 * GIB)
-    answer = search(Question(lens, model, limits, num_devices=8))
+    answer = search(Question([lens], model, limits, num_devices=8))
     assert answer.tried
     for one in answer.tried:
-        space = Space(answer.question, one.layout)
-        plan = one.plan_of(space.lens(space.dealt[0][0]))
-        memory = space.model.memory()
+        plan, memory = one.plan_of(one.space.busiest[0]), one.space.model.memory()
         assert all(limits.hold(needs_of(memory.curve(plan, n))) for n in range(len(plan.actions)))
 
 
@@ -138,7 +137,7 @@ def test_a_pipeline_holds_its_batch_and_not_only_the_longest_sequence(num_bytes,
     """With the first chunks of others 10,634,964,992 bytes: a second long one retains its own."""
     given = STAGES | {"num_retained": 4}
     limits = Limits(num_bytes, margin=0)
-    question = Question([4096] * 12, QWEN, limits, 2, given=given, stages=(16, 8))
+    question = Question([[4096] * 12], QWEN, limits, 2, given=given, stages=(16, 8))
     assert bool(search(question).tried) == fits
 
 
@@ -148,10 +147,9 @@ def test_a_whole_step_fits_though_a_part_of_it_decides():
     seq_lens = [8192, *[4096] * 3, *[128] * 2000]
 
     def decided(num_bytes, **given):
-        return decide(
-            count_lengths(seq_lens), size=StepSize(len(seq_lens)), model=QWEN, num_devices=2,
-            limits=Limits(num_bytes, margin=0), given=STAGES | given, must_fit=True,
-        )  # fmt: skip
+        question = Question((), QWEN, Limits(num_bytes, margin=0), 2, given=STAGES | given)
+        lengths, size = count_lengths(seq_lens), StepSize(len(seq_lens))
+        return decide(question, lengths, size=size, must_fit=True)
 
     best = decided(20 * GIB, num_retained=4).answer.best
     assert needs_in(best, seq_lens) == best.needs > needs_in(best, best.longest)
@@ -171,7 +169,7 @@ def needs_in(candidate, seq_lens):
 def test_more_processes_of_one_cpu_are_no_advice(num_devices, alone):
     """They share its RAM."""
     model = CostModel(model_shape("Qwen2.5-7B"), Machine.named(THIS_CPU), Training())
-    question = Question([512], model, Limits(GIB), num_devices=num_devices)
+    question = Question([[512]], model, Limits(GIB), num_devices=num_devices)
     change = nothing_fits(search(question), alone=alone).change
     assert "memory.device" in change
     assert not any(words in change for words in ("more devices", "several devices", "processes"))

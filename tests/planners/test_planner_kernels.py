@@ -19,6 +19,7 @@ from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.rows import rows_of
 from furlong.plan.segments import segment_tokens
 from furlong.planners.decide import decide
+from furlong.planners.question import Question
 from furlong.planners.setup import cost_model_of, limits_of
 
 SHAPE = model_shape("Qwen3-8B")
@@ -33,11 +34,10 @@ def decided(card: str, num_tokens: int, *, is_lora: bool = True, **given: Any) -
         data=DataConfig(train=(Source(path="none"),), max_seq_len=num_tokens),
     )
     machine, num_devices = Machine.named(card), 1 if is_lora else 8
-    decision = decide(
-        count_lengths([num_tokens]), size=StepSize(1), num_devices=num_devices,
-        limits=limits_of(machine, machine.budget("auto")[0], 1000 * 2**30),
-        model=cost_model_of(config, SHAPE, machine, num_devices), **given,
-    )  # fmt: skip
+    limits = limits_of(machine, machine.budget("auto")[0], 1000 * 2**30)
+    model = cost_model_of(config, SHAPE, machine, num_devices)
+    question = Question((), model, limits, num_devices, **given)
+    decision = decide(question, count_lengths([num_tokens]), size=StepSize(1))
     assert decision.answer is not None
     return decision.answer.best.plan_of([num_tokens])
 

@@ -23,7 +23,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pp: int) -> None:
     given = {"size": 4096, "num_retained": 0, "keep": "kv", "order": "chunk-first"}
     layout, limits = Layout(pp=pp), Limits(20 * GIB)
     sizes = {"dp": 1, "sp": 1, "pp": pp}
-    answer = search(Question([9000, 300], MODEL, limits, pp, given=given | sizes))
+    answer = search(Question([[9000, 300]], MODEL, limits, pp, given=given | sizes))
     longest = longest_sequence(answer)
     assert longest.limit == "memory"
     model, stages = answer.question.model_of(layout), answer.question.stages_of(layout)
@@ -41,6 +41,6 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pp: int) -> None:
 
 
 def test_a_pool_that_places_whole_sequences_cuts_those_that_fit_no_other_way() -> None:
-    answer = search(Question([900] * 16, MODEL, Limits(10 * GIB), 2, given={"sp": 2}))
+    answer = search(Question([[900] * 16], MODEL, Limits(10 * GIB), 2, given={"sp": 2}))
     assert answer.best.method == "places"
     assert longest_sequence(answer).num_tokens > 10_000

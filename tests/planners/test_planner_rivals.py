@@ -16,10 +16,11 @@ from furlong.errors import UserError
 from furlong.plan.check import check
 from furlong.plan.plan import ChunkPlan, Layout
 from furlong.planners.candidates import CHUNKS
-from furlong.planners.decide import nothing_fits, why
+from furlong.planners.decide import why
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
-from furlong.planners.question import SLACK, Limits, Question
+from furlong.planners.question import SLACK, Limits, Question, Space
+from furlong.planners.refusals import nothing_fits
 from furlong.planners.search import BatchPlans, search
 from furlong.planners.skrull import plan_skrull
 from furlong.simulate.predict import step_s
@@ -39,7 +40,7 @@ def planners(sp: int, pp: int, given: Any = None, **changes: Any) -> BatchPlans:
     limits = changes.pop("limits", LIMITS)
     method = changes.pop("method", "auto")
     question = replace(question, limits=limits, method=method)
-    return BatchPlans(question, Layout(1, sp, pp), OPTIONS, **changes)
+    return BatchPlans(Space(question, Layout(1, sp, pp)), OPTIONS, **changes)
 
 
 def own_plan(
@@ -67,7 +68,7 @@ def test_the_fastest_is_taken(lens, sp, pp, name):
     asked = planners(sp, pp)
     found, plan = asked.best_plan(lens, own, OPTIONS)
     assert found == name
-    model = asked.question.model_of(asked.layout)
+    model = asked.space.model
     check(plan, model.memory(LIMITS.limit_bytes))
     assert (plan.seq_lens, plan.stages, plan.sp_size) == (own.seq_lens, own.stages, own.sp_size)
     assert len(plan.actions) == len(own.actions) and plan.offload == own.offload
@@ -95,7 +96,7 @@ def test_replicas_that_are_joined_share_the_stages_of_the_dials():
     own = own_plan(LENS, 4, options=options)
     assert len(own.stages) > 1
     for dp, names in ((1, {"places"}), (2, {CHUNKS, "local sequences"})):
-        asked = replace(planners(4, 1), layout=Layout(dp, 4, 1), options=options)
+        asked = BatchPlans(replace(planners(4, 1).space, layout=Layout(dp, 4, 1)), options)
         name, plan = asked.best_plan(LENS, own, options)
         assert name in names and (dp == 1 or plan.stages == own.stages)
 
@@ -131,7 +132,7 @@ def test_a_method_that_is_named_is_what_runs(sp, pp, method):
 def test_a_method_that_is_named_keeps_its_plans_where_a_step_did_not_fit():
     """In a tenth less memory for each time that the dials' chunks were halved."""
     asked, own = planners(4, 1, method="places"), own_plan(LENS, 4)
-    memory = asked.question.model_of(asked.layout).memory
+    memory = asked.space.model.memory
     limit_bytes, peaks = LIMITS.limit_bytes, []
     for size in (8192, 4096, 1024):
         options = replace(OPTIONS, size=size)
@@ -152,9 +153,7 @@ def test_a_method_that_is_named_is_not_refused_for_dials_that_do_not_fit():
         "vocab_size": 151_936, "tie_word_embeddings": True,
     }  # fmt: skip
     base = replace(BASE, shape=shape_of_values(values))  # the logits are most of it
-    question = Question(
-        lens, base, limits, 2, longest=60, sequences_per_step=8, given={"sp": 2}, method="skrull"
-    )
+    question = Question([lens], base, limits, 2, longest=60, given={"sp": 2}, method="skrull")
     answer = search(question)
     model = question.model_of(Layout(sp=2))
     plan_skrull(lens, model, sp_size=2, budget_bytes=limits.limit_bytes)
@@ -168,15 +167,14 @@ def test_the_longest_sequence_may_take_longer_than_a_step_of_another_layout():
     """The plans of the batch in the second layout have to beat those in the first."""
     limits = Limits(4700 * 2**20, margin=0.0)
     question = Question(
-        (60,) * 8, BASE, limits, 4, longest=3000, sequences_per_step=8, given={"sp": 1},
-        method="infinipipe",
+        [(60,) * 8], BASE, limits, 4, longest=3000, given={"sp": 1}, method="infinipipe",
     )  # fmt: skip
     answer = search(question)
     assert answer.best.layout == Layout(dp=2, pp=2)
 
 
 def test_a_method_that_is_named_says_itself_why_it_has_no_plan():
-    question = Question([200_000], BASE, Limits(7 * 2**30), 2, given={"sp": 2}, method="places")
+    question = Question([[200_000]], BASE, Limits(7 * 2**30), 2, given={"sp": 2}, method="places")
     error = nothing_fits(search(question), alone=True)
     assert "chunks.method = places, and sequence 0 of 200,000 tokens" in error.given
     assert "give each device" in error.change and "chunks." not in error.change

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from furlong.cli.output import check_output, writing
-from furlong.cli.question import (
+from furlong.cli.plan_question import (
     MAX_DEVICES,
     PlanQuestion,
     check_num_devices,
@@ -40,7 +40,6 @@ from furlong.planners.decide import (
     decide,
     division_in_words,
     longest_sequence,
-    nearest,
     share_of,
 )
 from furlong.planners.options import (
@@ -50,7 +49,7 @@ from furlong.planners.options import (
     options_in_words,
     value_in_words,
 )
-from furlong.planners.question import SIZES, Answer, Question
+from furlong.planners.question import SIZES, Answer, Space
 from furlong.planners.search import METHODS, best_plan, candidates_of, has_own_chunks
 from furlong.planners.spaco import num_drawn, one_draw, sampling_in_words
 from furlong.report.patience import Tell, patience
@@ -67,7 +66,6 @@ from furlong.report.text import (
     runs_words,
 )
 from furlong.simulate.clock import measure
-from furlong.simulate.predict import Needs
 from furlong.timeline import MEASURED, read_measured
 from furlong.units import DAY_S, count_words, format_bytes, format_count, format_seconds
 
@@ -224,28 +222,26 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
         calls = tuple(call for call in batch.lengths.calls if len(call.seq_lens) == number)
         calls = calls or (Call(batch.seq_lens),)
     # as a run does, decided by a part of it
-    is_large = question.num_devices > 1 and sum(batch.seq_lens) > MAX_STEP_TOKENS
+    asked = replace(question.asked, method=method or config.chunks.method, calls=calls)
+    is_large = asked.num_devices > 1 and sum(batch.seq_lens) > MAX_STEP_TOKENS
     decision = decide(
+        asked,
         count_lengths(batch.seq_lens) if is_large and not question.is_run else batch.lengths,
-        size=batch.size, model=question.model, limits=question.limits,
-        budget_words=question.budget_words, num_devices=question.num_devices,
-        seed=config.train.seed, longest=batch.longest_tokens if config.data.streaming else None,
+        size=batch.size, budget_words=question.budget_words, seed=config.train.seed,
+        longest=batch.longest_tokens if config.data.streaming else None,
         steps=None if question.is_run or is_large else batch.seq_lens,
-        calls=calls, given=question.given,
-        method=method or config.chunks.method, must_fit=True, alone=question.is_run, tell=tell,
-        may_cut_short=True,
+        must_fit=True, alone=question.is_run, tell=tell, may_cut_short=True,
     )  # fmt: skip
     answer, model = decision.answer, decision.model
     assert answer is not None and model is not None
     name, plan = best_plan(answer.best.longest if calls else batch.seq_lens, answer)
     plan = one_draw(plan, decision.options.sampling)
     tell("a plan is found, it is measured")
-    budget, num_devices = question.limits.device_bytes, question.num_devices
     return Found(
         decision, answer, name,
         report_plan(
-            plan, model, budget, disk_budget_bytes=question.limits.disk_bytes,
-            num_processes=num_devices,
+            plan, model, asked.limits.device_bytes, disk_budget_bytes=asked.limits.disk_bytes,
+            num_processes=asked.num_devices,
             refused=question.refused or _refused_start(question, share_of(model, decision)),
         ),
     )  # fmt: skip
@@ -257,7 +253,7 @@ def _refused_start(question: PlanQuestion, own: RankWeights) -> str:
     kernels, training = question.config.model.kernels, own.training
     master = training.master_bytes or training.compute_bytes
     whole = (own.in_use - own.trained) * training.compute_bytes + own.trained * master
-    fits = not own.divides or whole <= question.limits.device_bytes
+    fits = not own.divides or whole <= question.asked.limits.device_bytes
     if kernels not in ("liger", "hub") or fits:
         return ""
     return (
@@ -313,7 +309,7 @@ def _show_found(
     below = {
         "run": run_words,
         "longest": longest_words,
-        "runs here": runs_words(report, question.model.hardware.name),
+        "runs here": runs_words(report, question.asked.model.hardware.name),
         "auto": decision.words if is_told else "\n".join(why),
         "parallel": decision.layout_words if is_told else "",
         "smallest": smallest,
@@ -342,13 +338,13 @@ def _of_run(question: PlanQuestion, found: Found) -> tuple[str, dict[str, Any]]:
     asked, report, train = found.answer.question, found.report, question.config.train
     if not question.is_long or train.is_of_pairs:
         return "", {}
-    lengths, per_step = question.batch.lengths, asked.sequences_per_step
+    lengths, per_step = question.batch.lengths, asked.size.sequences or 1
     step_s, tokens = report.whole_step_s, sum(report.plan.seq_lens)
     if question.is_run:  # the plan that is shown is of a step with the longest sequence
-        step_s = found.answer.best.step_s + report.update_s * (question.num_devices == 1)
+        step_s = found.answer.best.step_s + report.update_s * (asked.num_devices == 1)
         tokens = round(per_step * lengths.num_tokens / lengths.num_sequences)
     steps = train.steps or ceil((train.epochs or 1) * ceil(lengths.num_sequences / per_step))
-    machine, seconds = question.model.hardware, steps * step_s
+    machine, seconds = asked.model.hardware, steps * step_s
     per_day = tokens / step_s * DAY_S if step_s else 0.0
     words = (
         f"{between_words(machine, seconds)}\n{count_words(steps, 'step')} of"
@@ -369,7 +365,7 @@ def _longest(
     """Whether the data's longest sequence fits, and the longest that would: words and values. It
     does not where the plan of the batch that is shown needs more memory than there is."""
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
-    positions = question.model.shape.num_positions
+    positions = question.asked.model.shape.num_positions
     is_beyond = positions is not None and positions < own
     is_pair = len(answer.best.longest) == 2 and bool(answer.question.calls)
     most = None if is_beyond else positions
@@ -414,7 +410,7 @@ def reasons(answer: Answer) -> list[str]:
 
 def _of_weights(answer: Answer) -> Iterator[str]:
     if answer.on_device is not None:
-        trial, layout = nearest(answer.on_device)
+        trial, layout = answer.on_device.nearest
         limits, question = answer.question.limits, answer.on_device.question
         needed = question.state_bytes(layout) if trial is None else trial.needs.device_bytes
         lacking = format_bytes(max(0, needed - limits.limit_bytes))
@@ -510,9 +506,9 @@ def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
     fixed = {key: wanted[key] for key in compared}
     asked = replace(question, given={**sizes, **question.options, **fixed})
     refused = {one.options: one.needs for one in answer.refused if one.layout == chosen.layout}
-    offered = list(candidates_of(question.method)(asked, chosen.layout))
+    offered = list(candidates_of(question.method)(Space(asked, chosen.layout)))
     needs = {one.options: refused.get(one.options, one.least) for one in offered}
-    lacking_bytes = {options: limits.lacking(least or Needs(0)) for options, least in needs.items()}
+    lacking_bytes = {options: limits.lacking(least) for options, least in needs.items()}
     held = [one.estimate_s for one in offered if not lacking_bytes[one.options]]
     if held:  # an estimate that is no longer says nothing against it
         ratio = min(held) / chosen.estimate_s
@@ -544,11 +540,11 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
     cards = [of_size[size] for size in sorted(of_size)]
     # what is wrong on every card is told as it is
     asked = question_of(_with(flags, hardware=cards[0] if own.hardware is None else own.hardware))
-    least, budget = asked.num_devices, asked.config.memory.device
+    least, budget = asked.asked.num_devices, asked.config.memory.device
     if own.hardware is None:
         enough = [card for card in cards if budget == "auto" or budget <= known[card].memory_bytes]
         trials = [(card, least) for card in enough or cards[-1:]]
-    elif set(SIZES) <= asked.given.keys() or asked.config.train.is_of_pairs:
+    elif set(SIZES) <= asked.asked.given.keys() or asked.config.train.is_of_pairs:
         trials = [(own.hardware, least)]
     else:
         trials = [(own.hardware, least * 2**n) for n in range(11) if least * 2**n <= MAX_DEVICES]
@@ -579,8 +575,7 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
 def _is_too_small(question: PlanQuestion) -> bool:
     """Whether in every layout weights, gradients and optimizer alone are above a device's budget,
     and above that of CPU memory if they may lie there, so that there is nothing to search."""
-    limits, seq_lens = question.limits, question.batch.seq_lens
-    asked = Question(seq_lens, question.model, limits, question.num_devices, given=question.given)
+    asked, limits = question.asked, question.asked.limits
     away = asked.offloading() if asked.may_offload_weights else asked
     below = inf if limits.cpu_bytes is None else limits.cpu_bytes
     return all(
@@ -642,10 +637,11 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
 
 def _exact(question: PlanQuestion, method: str) -> PlanQuestion:
     """The question for a method beside SpaCO, whose steps alone are draws."""
-    if method in ("auto", "spaco") or "sample" not in question.given:
+    given = question.asked.given
+    if method in ("auto", "spaco") or "sample" not in given:
         return question
-    given = {name: value for name, value in question.given.items() if name != "sample"}
-    return replace(question, given=given)
+    given = {name: value for name, value in given.items() if name != "sample"}
+    return replace(question, asked=replace(question.asked, given=given))
 
 
 def _telling(what: str, tell: Tell) -> Tell:

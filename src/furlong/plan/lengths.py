@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -85,6 +85,10 @@ class StepSize:
             start = max(start + 1, bisect_right(ends, before + self.tokens))
             stops.append(start)
         return stops
+
+    def cut(self, lens: Sequence[int]) -> list[Sequence[int]]:
+        """Return the batches of the sequences with `lens` tokens, in this order."""
+        return [lens[i:j] for i, j in pairwise([0, *self.stops(lens)])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Candidates of a search: all chunk options that may be worth a try, with estimates.
 
-    for candidate in chunks(question, layout):          # ascending in candidate.estimate_s
+    for candidate in chunks(space):                     # ascending in candidate.estimate_s
         candidate.options, candidate.plan_of(seq_lens)
 
 Each candidate has two closed forms: `TimeEstimate`, an estimate of its seconds, and `ByteBound`, a
@@ -76,18 +76,18 @@ KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
 """Keeps without a graph, with rising work and falling memory."""
 
 
-def chunks(
-    question: Question, layout: Layout, method: str = CHUNKS, **fixed: Any
-) -> Iterator[Candidate]:
+def chunks(asked: Space, method: str = CHUNKS, **fixed: Any) -> Iterator[Candidate]:
     """Yield candidates with chunk options in a layout. `method`: a published system, whose options
     are `fixed`; nothing is yielded if the user has given another value for one of them."""
+    question, layout = asked.question, asked.layout
     if any(question.options.get(name, value) != value for name, value in fixed.items()):
         return
-    space = Space(replace(question, given={**question.given, **fixed}), layout)
+    space = asked
+    if fixed:
+        space = replace(asked, question=replace(question, given={**question.given, **fixed}))
     given, found = space.question.options, []
     if layout.pp > 1 and given.get("order") == "layer-first":
         return
-    busiest = [space.lens(step[0]) for step in space.dealt]
     for size in sizes(space, space.most_tokens):
         cut = ChunkOptions(size=size, hybrid=given.get("hybrid", True))
         longest, bounds = longest_step(space, size), bounds_of(space, size)
@@ -102,25 +102,25 @@ def chunks(
                 is_whole = is_whole or question.limits.hold(needs)
         estimate, fastest_s = None, inf
         if any(map(question.limits.hold, least.values())):
-            groups = [group for lens in busiest for group in group_chunks(lens, cut)]
+            groups = [group for lens in space.busiest for group in group_chunks(lens, cut)]
             estimate = TimeEstimate(
                 space.model, shard(groups, layout.sp), sp_size=layout.sp, stages=space.stages,
-                num_steps=len(busiest) / max(1.0, question.share),
+                num_steps=len(space.busiest) / max(1.0, question.weight),
             )  # fmt: skip
             # without recomputation: a lower bound for all options with this size
-            fastest_s = question.share * estimate.seconds(ChunkOptions(size=size, keep="all"))
+            fastest_s = question.weight * estimate.seconds(ChunkOptions(size=size, keep="all"))
         for options, needs in least.items():
             about_s = fastest_s
-            if estimate and fastest_s < question.beat_s and question.limits.hold(needs):
-                about_s = question.share * estimate.seconds(options)
+            if estimate and fastest_s < space.beat_s and question.limits.hold(needs):
+                about_s = question.weight * estimate.seconds(options)
             plan_of = space.plan_of(options)
-            made = Candidate(method, layout, options, about_s, plan_of, needs, longest)
+            made = Candidate(method, asked, options, about_s, plan_of, needs, longest)
             found.append(replace(made, unchecked=space.plan_of(options, checked=False)))
     found.sort(key=lambda c: (c.estimate_s, len(c.options.offloading.targets), c.least))
     yield from found
 
 
-def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
+def pairs(space: Space) -> Iterator[Candidate]:
     """Yield candidates in two phases, with a pair of sequences in each call, the fastest first.
 
     Between the phases memory holds the kept tensors of both sequences. From `attention`
@@ -128,8 +128,8 @@ def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
     memory falls, whatever the lengths are. All candidates are simulated, as there are few. A shared
     prompt of a chunk or more is planned once, so the call that needs most depends on chunk size.
     """
-    space, given, found = Space(question, layout), question.options, []
-    model, num_layers = space.model, space.model.shape.num_layers
+    question, model, num_layers = space.question, space.model, space.model.shape.num_layers
+    given, found = question.options, []
     keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else KEEPS
     for size, keep in product(sizes(space), keeps):
         plain = ChunkOptions(size=size, keep=keep, num_retained=0)
@@ -145,7 +145,7 @@ def pairs(question: Question, layout: Layout) -> Iterator[Candidate]:
             seconds = inf
             if question.limits.hold(least := walked[most]):
                 seconds = space.busiest_s(plan_of)
-            found.append(Candidate(PAIRS, layout, options, seconds, plan_of, least, most))
+            found.append(Candidate(PAIRS, space, options, seconds, plan_of, least, most))
     yield from sorted(found, key=lambda c: (c.estimate_s, len(c.options.offloading.targets)))
 
 
@@ -160,7 +160,7 @@ def bounds_of(space: Space, size: int) -> list[ByteBound]:
     whole batches of the replica with the longest sequence and of that with most tokens."""
     layout, stages = space.layout, space.stages
     if space.question.given.get("reshard") and not stages:
-        replicas = space.whole or [space.lens(own) for step in space.dealt for own in step]
+        replicas = space.whole or [own for step in space.dealt for own in step]
         return [
             ByteBound(space.model, max(own), size, layout=layout, beside_tokens=sum(own) - max(own))
             for own in dict.fromkeys((max(replicas, key=max), max(replicas, key=sum)))
@@ -185,14 +185,14 @@ def least_s(space: Space) -> float:
     hardware = replace(hardware, **endless, slice_launch_s=0.0, tile_tokens=0)
     free: tuple[Hidden, ...] = ("all-to-all",)
     model, total_s = replace(space.model, hardware=hardware), 0.0
-    for step in space.dealt:
-        slices = tuple(Slice(i, 0, n) for i, n in enumerate(space.lens(step[0])))
+    for lens in space.busiest:
+        slices = tuple(Slice(i, 0, n) for i, n in enumerate(lens))
         seconds = model.cell_seconds(
             shard([[Chunk(slices)]], sp_size)[0], space.stages or (model.shape.num_layers,),
             sp_size=sp_size, free=free,
         )  # fmt: skip
         total_s += float(seconds.sum(axis=(1, 2)).max())
-    return total_s * space.question.share
+    return total_s * space.question.weight
 
 
 def sizes(space: Space, step_tokens: int = 0) -> list[int]:
@@ -335,8 +335,8 @@ def longest_step(space: Space, size: int) -> list[int]:
     then. Without a pipeline, if the step has more tokens, another sequence, which runs with the
     gradients of all layers in memory."""
     question, has_more = space.question, space.most_tokens > size
-    longest, tokens = question.longest, question.tokens_per_step
-    left = (-(-question.sequences_per_step // space.layout.dp) - 1) * longest
+    longest, tokens = question.longest, question.size.tokens
+    left = (-(-(question.size.sequences or 0) // space.layout.dp) - 1) * longest
     if tokens is not None:
         left = max(0, tokens - longest)
     others = min(-longest % size, left)

@@ -26,13 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from furlong.plan.plan import Layout
 from furlong.planners.candidates import chunks
-from furlong.planners.question import Candidate, Question
+from furlong.planners.question import Candidate, Space
 
 
-def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
+def candidates(space: Space) -> Iterator[Candidate]:
     """Yield candidates of all chunk sizes and numbers of retained chunks, by estimated time."""
-    yield from chunks(
-        question, layout, "chunkflow", keep="kv", order="chunk-first", hybrid=False
-    )  # fmt: skip
+    yield from chunks(space, "chunkflow", keep="kv", order="chunk-first", hybrid=False)

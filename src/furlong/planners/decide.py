@@ -1,6 +1,6 @@
 """The options, the method and the layout that `auto` chooses for a run, with words for them.
 
-    decision = decide(lengths, size=StepSize(32), model=model, limits=limits)
+    decision = decide(Question((), model, limits), lengths, size=StepSize(32))
     decision.options, decision.words, decision.predict(plan)
 
 The search is that of `planners.search`; choices of the user are fixed. Times are predicted for the
@@ -10,23 +10,23 @@ first steps of a run, or some of their sequences; the data's longest sequence mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil, inf
-from typing import TYPE_CHECKING, Any, Literal
+from math import inf
+from typing import TYPE_CHECKING, Literal
 
 from furlong.config.schema import offloads_weights
-from furlong.cost.machine import THIS_CPU, are_links_measured
+from furlong.cost.machine import are_links_measured
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
 from furlong.cost.training import RankWeights
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.plan.lengths import NUM_TIMED, Call, Lengths, StepSize, draw_lengths
+from furlong.plan.lengths import NUM_TIMED, Lengths, StepSize, draw_lengths
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners.candidates import KEEPS
 from furlong.planners.chunks import Forks
-from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions, fixed_options, options_in_words
+from furlong.planners.options import ChunkOptions, fixed_options, options_in_words
 from furlong.planners.orders import plan_two_phases, stages_of
 from furlong.planners.question import (
     SIZES,
@@ -34,17 +34,15 @@ from furlong.planners.question import (
     STATE,
     Answer,
     Candidate,
-    DoesNotFitError,
     Limits,
     Question,
-    Space,
-    advice,
     key_of,
     whole_model,
 )
-from furlong.planners.search import METHODS, candidates_of, search, walkable
+from furlong.planners.refusals import nothing_fits
+from furlong.planners.search import candidates_of, search, walkable
 from furlong.simulate.predict import Needs, Prediction, most_of, needs_of, predict_step
-from furlong.units import budget_of, count_words, format_bytes, format_seconds
+from furlong.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from furlong.config.schema import RunConfig
@@ -80,13 +78,13 @@ def longest_sequence(
     replica is planned; the others share its state and need less. Bytes are piecewise linear in
     tokens with few bends, so interpolation needs a few plans only.
     """
-    question, best = answer.asked, answer.best
-    memory, limits = question.model_of(best.layout).memory(), question.limits
-    plans = [Space(question, best.layout).plan_of(best.options)]
+    best, space = answer.best, replace(answer.best.space, beat_s=inf)
+    question, memory, limits = space.question, space.model.memory(), space.question.limits
+    plans = [space.plan_of(best.options)]
     if best.longest:
         plans = [best.plan_of]
     elif best.method == question.method:
-        plans += [own.plan_of for own in candidates_of(best.method)(question, best.layout)]
+        plans += [own.plan_of for own in candidates_of(best.method)(space)]
 
     def room(num_tokens: int) -> tuple[float, int]:
         """Return the excess of the fullest memory as a share of its limit (negative: free), and the
@@ -182,19 +180,14 @@ class Decision:
 
 
 def decide(
+    question: Question,
     lengths: Lengths,
     *,
     size: StepSize,
-    model: CostModel,
-    limits: Limits,
     budget_words: str = "memory.device",
-    num_devices: int = 1,
     seed: int = 0,
     longest: int | None = None,
     steps: Sequence[int] | None = None,
-    calls: Sequence[Call] = (),
-    given: Mapping[str, Any] | None = None,
-    method: str = "auto",
     must_fit: bool = False,
     alone: bool = True,
     tell: Callable[[str], None] | None = None,
@@ -202,25 +195,29 @@ def decide(
 ) -> Decision:
     """Return the options and the layout of a run over sequences of these lengths.
 
-    `size`: of a step. `model`: cost model of one device. `longest`: tokens of the data's longest
-    sequence, if it is not among `lengths`. `steps`: sequences of the steps to time; None: drawn as
-    in a run. `calls`: calls in two phases on one device (`choose_calls`), of which the first are
-    timed, and all must fit. `given`: options and sizes of the layout that the user has set. If no
-    plan is predicted to fit, small chunks that keep K,V are chosen, and the words say so; with
-    `must_fit` a ConfigError is raised, whose advice assumes that devices are fixed if `alone`.
-    `may_cut_short`: see `search`.
+    `question`: that of the run, without steps; of its `calls`, which run in two phases on one
+    device (`choose_calls`), the first are timed, and all must fit. `size`: of a step. `longest`:
+    tokens of the data's longest sequence, if it is not among `lengths`. `steps`: sequences of the
+    steps to time; None: drawn as in a run. If no plan is predicted to fit, small chunks that keep
+    K,V are chosen, and the words say so; with `must_fit` a ConfigError is raised, whose advice
+    assumes that devices are fixed if `alone`. `may_cut_short`: see `search`.
     """
+    calls, limits, num_devices = question.calls, question.limits, question.num_devices
     if calls:
-        question = _question_of_calls(calls, model, limits, given or {})
+        question = replace(
+            question, steps=[call.seq_lens for call in calls[:NUM_TIMED]], num_devices=1,
+            longest=max(max(call.seq_lens) for call in calls), size=StepSize(), weight=0.0,
+            given={name: value for name, value in question.given.items() if name not in SIZES},
+        )  # fmt: skip
     else:
         longest, whole = max(longest or 0, lengths.longest), list[int]()
         if steps is None:
             whole = whole_step(lengths, size, seed, longest) if num_devices > 1 else whole
             steps, size = sample_steps(lengths, size, seed, num_devices)
-        question = Question(
-            steps, model, limits, num_devices, longest=longest, whole=whole,
-            sequences_per_step=size.sequences or 0, tokens_per_step=size.tokens, given=given or {},
-            method=method, mean_keys=lengths.num_pairs / lengths.num_tokens,
+        weight = size.sequences / len(steps) if size.sequences and not size.tokens else 0.0
+        question = replace(
+            question, steps=size.cut(steps), longest=longest, size=size, weight=weight, whole=whole,
+            mean_keys=lengths.num_pairs / lengths.num_tokens,
         )  # fmt: skip
 
     def unsearched(options: ChunkOptions, words: str, layout: Layout) -> Decision:
@@ -242,30 +239,19 @@ def decide(
             raise error
         budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
         words = f"small chunks, for no plan is predicted to fit {budget}: {error.given}"
-        layout = nearest(answer)[1]
+        layout = answer.nearest[1]
         least = question.resharding(layout) if question.may_reshard(layout) else question
         small = {"num_retained": 0, "keep": "kv"} | least.options
         options = fixed_options(min(1024, question.longest), small)
         return unsearched(options, words, layout)
-    question, layout = answer.question, answer.best.layout
+    question, space = answer.question, answer.best.space
     is_one = question.num_devices == 1
     return Decision(
         answer.options, why(answer, budget_words), answer,
-        question.model if is_one else whole_model(answer.asked.model_of(layout)),
-        layout=layout, stages=answer.asked.stages_of(layout),
+        question.model if is_one else whole_model(space.model),
+        layout=space.layout, stages=space.stages,
         layout_words="" if is_one else layouts_in_words(answer),
         offload_weights=bool(question.model.training.offload_weights),
-    )  # fmt: skip
-
-
-def _question_of_calls(
-    calls: Sequence[Call], model: CostModel, limits: Limits, given: Mapping[str, Any]
-) -> Question:
-    return Question(
-        [n for call in calls[:NUM_TIMED] for n in call.seq_lens], model, limits,
-        longest=max(max(call.seq_lens) for call in calls),
-        sequences_per_step=len(calls[0].seq_lens), calls=tuple(calls),
-        given={name: value for name, value in given.items() if name not in SIZES},
     )  # fmt: skip
 
 
@@ -358,111 +344,28 @@ def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
     return Needs(device, int(curve.cpu.max()), int(curve.disk.max()))
 
 
-def nearest(answer: Answer) -> tuple[Candidate | None, Layout]:
-    """Return the candidate closest to fitting (None if a layout is closer whose state alone does
-    not fit), and its layout."""
-    question, limits, refused = answer.question, answer.question.limits, answer.refused
-    too_large = sorted(answer.too_large, key=lambda pair: pair[1])
-    least = limits.lacking(refused[0].needs) if refused else inf
-    for layout, lacking_bytes in too_large:
-        if lacking_bytes < least and question.state_bytes(layout) > limits.limit_bytes:
-            return None, layout
-    if refused:
-        return refused[0], refused[0].layout
-    return None, too_large[0][0] if too_large else question.layouts()[0]
+def model_of_run(model: CostModel, decision: Decision) -> CostModel:
+    """Return the cost model of the plans that a run makes for all of its replicas together, as the
+    search has it of one replica's: with weights in CPU memory, or gathered in each pass of a
+    pipeline, where the decision says so."""
+    if decision.offload_weights:
+        model = replace(model, training=model.training.offloading())
+    asked = Question([(1,)], model, Limits(0), given={"reshard": decision.options.reshard})
+    training = asked.model_of(decision.layout).training
+    return replace(model, training=replace(training, replicas=1))
 
 
-def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
-    """Return the error of a search in which nothing fits, with budgets that would suffice. `alone`:
-    whether the run's devices are fixed."""
-    question, (trial, layout) = answer.question, nearest(answer)
-    limits, training, num_devices = question.limits, question.model.training, question.num_devices
-    state_bytes = question.state_bytes(layout)
-    on_cpu = question.model.hardware.name == THIS_CPU  # whose processes share its RAM
-    margin = f" ({format_bytes(limits.device_bytes)} less a margin of {limits.margin:.0%})"
-    if answer.error is None and trial is not None:
-        options, enough = trial.options, limits.exceeded(trial.needs)
-        memory, used = next(iter(enough.items()))
-        plans = count_words(len(answer.refused) + answer.num_pruned, "plan")
-        part, needs = memory, f"which needs {format_bytes(used)} of memory.{memory}"
-        required = f"at most {format_bytes(limits.by_memory[memory] or 0)} (memory.{memory})"
-        source = f"the search over {plans}"
-        if memory == "device":
-            error = DoesNotFitError(0, trial.peak, limits.limit_bytes, training)
-            part, needs, required = error.part, f"whose {error.given}", error.required + margin
-            enough["device"] = ceil(used / (1 - limits.margin))
-        elif memory == "cpu" and training.offload_weights:
-            part, words = _largest_below(trial, question)
-            needs += f": {words}"
-        given = f"of {plans} none fits; nearest is {options_in_words(options)}, {needs}"
-        # chunks cannot be smaller, so advice to leave out the size would not help
-        names = [n for n in question.options if n != "size" or options.size > SMALLEST_CHUNK]
-        sizes = (f"memory.{name}: {budget_of(most)}" for name, most in enough.items())
-        change = advice(part, training, num_devices, names, alone=alone or on_cpu, memory=memory)
-        change += f"; the smallest that would do is {', with '.join(sizes)}"
-    elif state_bytes > limits.limit_bytes:
-        given = f"weights, gradients and optimizer of {format_bytes(state_bytes)} on each device"
-        required = f"at most {format_bytes(limits.limit_bytes)}{margin}"
-        source = "the search over the plans of a layout"
-        change = advice("state", training, num_devices, alone=alone or on_cpu)
-    else:
-        return _nothing_offered(question, answer.error)
-    if num_devices > 1:
-        layouts = {one for one, _ in answer.too_large}
-        layouts |= {refused.layout for refused in answer.refused}
-        if len(layouts) > 1:
-            given = f"in none of {len(layouts)} layouts a plan fits; nearest is {layout}: {given}"
-        fixed = [name for name in ("sp", "pp") if question.given.get(name) == 1]
-        fixed += ["reshard"] * (question.given.get("reshard") is False)
-        ways = [f"set parallel.{name} to auto" for name in fixed]
-        if question.fits_with_narrow_moments(layout):
-            ways.append("set train.optimizer to adamw and train.state_dtype to bfloat16")
-        ways += ["start more processes"] if alone and not on_cpu else []
-        change = "; or ".join([*ways, change])
-    return ConfigError(given=given, required=required, source=source, change=change)
-
-
-def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
-    """Return the larger part of CPU memory of a plan with offloaded weights, `state` or `cpu`, and
-    words for both."""
-    own = question.resharded(trial.layout)
-    kept = trial.needs.cpu_bytes - own.host_bytes
-    words = f"weights, gradients and optimizer {format_bytes(own.host_bytes)}"
-    parts = sorted([(own.host_bytes, "state", words),
-                    (kept, "cpu", f"kept tensors {format_bytes(kept)}")], reverse=True)  # fmt: skip
-    return parts[0][1], ", ".join(words for *_, words in parts)
-
-
-def _nothing_offered(question: Question, error: Exception | None) -> ConfigError:
-    """Return the error for a method without a plan; `error`: the one that it raised."""
-    method = f"chunks.method = {question.method}"
-    if isinstance(error, UserError):
-        return ConfigError(
-            given=f"{method}, and {error.given}", required=error.required, source=error.source,
-            change=error.change,
-        )  # fmt: skip
-    asked = METHODS.get(question.method, METHODS["chunkflow"])
-    needed, sizes = asked.needs, asked.sizes
-    has_layout = any(map(asked.takes, question.layouts()))
-    keys = question.keys_of(question.options)
-    if not has_layout:  # a size of 1 is that of a run which names none
-        keys = [key_of(name) for name in SIZES if question.given.get(name, 1) > 1]
-        sizes = f"use several devices, and {sizes}" if question.num_devices == 1 else sizes
-    words = f" with {', '.join(keys)}" if keys else ""
-    changes = [
-        "add chunks.sample: {rate: 0.5, label_rate: 0.5}, with chunks.size"
-        if question.method == "spaco" and "sample" not in question.given
-        else "",
-        "" if has_layout else sizes,
-        f"leave {' and '.join(keys)} out" if keys and has_layout else "",
-    ]
-    changes = [" and ".join(filter(None, changes)), "remove chunks.method"]
-    return ConfigError(
-        given=f"{method}{words} on {count_words(question.num_devices, 'device')}",
-        required=f"{needed}, and options and a batch for which the method has a plan that fits",
-        source="chunks.method",
-        change=", or ".join(filter(None, changes)),
+def share_of(model: CostModel, decision: Decision) -> RankWeights:
+    """Return the weights of the process of a run that has most of them."""
+    layout, shape = decision.layout, model.shape
+    stages = decision.stages or stages_of(shape.num_layers, decision.options)
+    stage_sets = [{stage} for stage in range(layout.pp)] if layout.pp > 1 else [range(len(stages))]
+    training = model_of_run(model, decision).training
+    weights = (
+        training.weights(shape, stages, frozenset(held), layout.dp * layout.sp)
+        for held in stage_sets
     )
+    return max(weights, key=lambda own: own.share_bytes)
 
 
 def why(answer: Answer, budget_words: str) -> str:
@@ -541,30 +444,6 @@ def layouts_in_words(answer: Answer) -> str:
     if not are_links_measured(question.model.hardware):
         words.append("links between devices are assumed")
     return "; ".join(words)
-
-
-def model_of_run(model: CostModel, decision: Decision) -> CostModel:
-    """Return the cost model of the plans that a run makes for all of its replicas together, as the
-    search has it of one replica's: with weights in CPU memory, or gathered in each pass of a
-    pipeline, where the decision says so."""
-    if decision.offload_weights:
-        model = replace(model, training=model.training.offloading())
-    asked = Question((1,), model, Limits(0), given={"reshard": decision.options.reshard})
-    training = asked.model_of(decision.layout).training
-    return replace(model, training=replace(training, replicas=1))
-
-
-def share_of(model: CostModel, decision: Decision) -> RankWeights:
-    """Return the weights of the process of a run that has most of them."""
-    layout, shape = decision.layout, model.shape
-    stages = decision.stages or stages_of(shape.num_layers, decision.options)
-    stage_sets = [{stage} for stage in range(layout.pp)] if layout.pp > 1 else [range(len(stages))]
-    training = model_of_run(model, decision).training
-    weights = (
-        training.weights(shape, stages, frozenset(held), layout.dp * layout.sp)
-        for held in stage_sets
-    )
-    return max(weights, key=lambda own: own.share_bytes)
 
 
 def division_in_words(layout: Layout, stages: Sequence[int]) -> str:

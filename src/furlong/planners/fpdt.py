@@ -26,15 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from furlong.plan.plan import Layout
 from furlong.planners.candidates import chunks
-from furlong.planners.question import Candidate, Question
+from furlong.planners.question import Candidate, Space
 
 
-def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
+def candidates(space: Space) -> Iterator[Candidate]:
     """Yield candidates of all chunk sizes and offloads, by estimated time; none for pipelines."""
-    if layout.pp == 1:
+    if space.layout.pp == 1:
         yield from chunks(
-            question, layout, "fpdt", keep="input", order="layer-first", stage_layers=1,
-            num_retained=0, hybrid=False,
+            space, "fpdt", keep="input", order="layer-first", stage_layers=1, num_retained=0,
+            hybrid=False,
         )  # fmt: skip

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise, takewhile
 from math import inf
 from typing import Any
@@ -46,7 +46,7 @@ from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.plan import Action, Backward, Chunk, ChunkPlan, Forward, Layout, Place, Slice
+from furlong.plan.plan import Action, Backward, Chunk, ChunkPlan, Forward, Place, Slice
 from furlong.plan.segments import row_step
 from furlong.planners.candidates import ByteBound
 from furlong.planners.chunks import Groups, refuse_unusable, shard, split_equal_work
@@ -58,7 +58,7 @@ from furlong.planners.orders import (
     seq1f1b_cells,
     with_messages,
 )
-from furlong.planners.question import Candidate, DoesNotFitError, Question
+from furlong.planners.question import Candidate, DoesNotFitError, Space
 from furlong.simulate.clock import time_actions
 from furlong.units import count_words
 
@@ -87,33 +87,30 @@ _MAX_NODES = 10_000
 """Most nodes of the tree of each integer program. A count is reproducible; a time limit is not."""
 
 
-def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
+def candidates(space: Space) -> Iterator[Candidate]:
     """Yield one candidate for a layout with a pipeline. Its plans are found by a search of their
-    own, and must take less than `question.beat_s`."""
-    if layout.pp == 1:
+    own, and must take less than `space.beat_s`."""
+    question, model = space.question, space.model
+    if space.layout.pp == 1 or (question.method == "auto" and not _may_fit(space)):
         return
-    model, stages = question.model_of(layout), question.stages_of(layout)
-    if question.method == "auto" and not _may_fit(question, layout, model, stages):
-        return
-
-    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
-        return plan_infinipipe(
-            seq_lens, model, stages=stages, sp_size=layout.sp,
-            budget_bytes=question.limits.limit_bytes, beat_s=question.beat_s,
-            recent=question.recent,
-        )  # fmt: skip
-
+    plan_of = partial(
+        plan_infinipipe, model=model, stages=space.stages, sp_size=space.layout.sp,
+        budget_bytes=question.limits.limit_bytes, beat_s=space.beat_s, recent=question.recent,
+    )  # fmt: skip
     options = ChunkOptions(reshard=model.training.passes_gather)
-    yield Candidate("infinipipe", layout, options, 0.0, plan_of)
+    yield Candidate("infinipipe", space, options, 0.0, plan_of)
 
 
-def _may_fit(question: Question, layout: Layout, model: CostModel, stages: tuple[int, ...]) -> bool:
+def _may_fit(space: Space) -> bool:
     """Whether the longest sequence may fit in the finest slices with all layers recomputed."""
+    question, stages = space.question, space.stages
     # slices of equal time are longer than half of the mean
     size = max(1, question.longest // (2 * _MOST_SLICES))
     options = ChunkOptions(size=size, keep="all", recompute_layers=max(stages))
     bounds = (
-        ByteBound(model, question.longest, size, layout=layout, stages=stages, stage=stage)
+        ByteBound(
+            space.model, question.longest, size, layout=space.layout, stages=stages, stage=stage
+        )
         for stage in (0, len(stages) - 1)
     )
     return all(question.limits.hold(bound.needs(options)) for bound in bounds)

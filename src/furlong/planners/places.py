@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil, inf
 from typing import NamedTuple, TypeVar
 
@@ -49,7 +49,7 @@ from furlong.planners.chunks import (
     refuse_unusable,
 )
 from furlong.planners.options import ChunkOptions
-from furlong.planners.question import Candidate, Question
+from furlong.planners.question import Candidate, Space
 
 _LARGEST_POOL = 128
 """Most devices of a pool: placing sequences on more takes minutes."""
@@ -67,20 +67,16 @@ _MOST_SPOTS = 2**18
 unless there is no other start."""
 
 
-def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
+def candidates(space: Space) -> Iterator[Candidate]:
     """Yield one candidate for a pool of several devices without a pipeline; its planner ensures
     that plans fit."""
-    if layout.pp > 1 or not 1 < layout.sp <= _LARGEST_POOL:
-        return
-    model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
-
-    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
-        return plan_places(
-            seq_lens, model, pool_size=layout.sp, budget_bytes=limit_bytes,
+    layout, limit_bytes = space.layout, space.question.limits.limit_bytes
+    if layout.pp == 1 < layout.sp <= _LARGEST_POOL:
+        plan_of = partial(
+            plan_places, model=space.model, pool_size=layout.sp, budget_bytes=limit_bytes,
             num_changes=_NUM_CHANGES_OF_A_STEP,
         )  # fmt: skip
-
-    yield Candidate("places", layout, ChunkOptions(), 0.0, plan_of)
+        yield Candidate("places", space, ChunkOptions(), 0.0, plan_of)
 
 
 def plan_places(

@@ -1,11 +1,11 @@
 """The inputs and outputs of a search: questions, memory limits, candidates and answers.
 
-    question = Question(seq_lens, model, Limits(80 * 2**30), num_devices=8)
+    question = Question([seq_lens], model, Limits(80 * 2**30), num_devices=8)
     answer = search(question)               # planners/search.py
     answer.best.plan_of(own_seq_lens)       # the plan of one replica
 
-Each published system has a file with `candidates(question, layout)`, which yields its plans in a
-layout, sorted by an estimate of their time.
+Each published system has a file with `candidates(space)`, which yields its plans in one layout,
+sorted by an estimate of their time.
 
 On a CPU the device's memory is RAM: `memory.device` is the budget of everything in it, so
 `memory.cpu` and offload to cpu are refused with their names. The disk can always be used.
@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain
 from math import inf
 from typing import Any
 
@@ -178,33 +178,33 @@ class DoesNotFitError(ConfigError):
 class Question:
     """A model, a batch, devices, and the choices that the user has made."""
 
-    seq_lens: Sequence[int]
+    steps: Sequence[Sequence[int]]
     """Tokens of each sequence of the steps to time."""
     model: CostModel
     """Cost model of one device; `model_of` adds the sharing of state in a layout."""
     limits: Limits
     num_devices: int = 1
     longest: int = 0
-    """Tokens of the data's longest sequence, which must fit; 0: the longest of `seq_lens`."""
-    sequences_per_step: int = 0
-    """Sequences of a step, their mean if `tokens_per_step` is set; 0: `seq_lens` are one step."""
-    tokens_per_step: int | None = None
-    """Most tokens of a step; a longer sequence is a step by itself."""
+    """Tokens of the data's longest sequence, which must fit; 0: the longest of `steps`."""
+    size: StepSize = field(default_factory=StepSize)
+    """Sequences of a run's step (by default those of the first of `steps`), or their mean number,
+    and most tokens."""
+    weight: float = 0.0
+    """Factor from the seconds of all `steps` to those of one, 1 / their number by default; above 1
+    if the only one is a part of a step."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Sizes of the layout (`SIZES`) and chunk options that the user has fixed, by name."""
     method: str = "auto"
     """`auto`, or the published system whose plans to use."""
     whole: Sequence[int] = ()
     """Tokens of the sequences of a whole step with the longest one, which must fit, too; empty if
-    `seq_lens` are such steps."""
+    `steps` are whole."""
     mean_keys: float = 0.0
-    """Mean number of keys that a token of the data attends to; 0: that of `seq_lens`."""
+    """Mean number of keys that a token of the data attends to; 0: that of `steps`."""
     calls: tuple[Call, ...] = ()
     """Calls that may need most memory, if steps consist of calls in two phases."""
     stages: tuple[int, ...] = ()
     """Layers of each stage, if the pipeline is cut already."""
-    beat_s: float = inf
-    """Step time of a known plan; planners may skip slower ones."""
     most_chunks: int = 512
     """Most chunks of the longest sequence."""
     most_cells: int = 2048
@@ -212,15 +212,20 @@ class Question:
 
     recent: deque[Any] = field(default_factory=partial(deque, maxlen=1), repr=False, compare=False)
     """Cache of the last batch that a planner has cut, shared with questions derived from this one:
-    the same batch is planned again with another `beat_s`."""
+    the same batch is planned again with another `Space.beat_s`."""
 
     def __post_init__(self) -> None:
-        if not self.longest:
-            object.__setattr__(self, "longest", max(self.seq_lens, default=0))
-        if not self.sequences_per_step:
-            object.__setattr__(self, "sequences_per_step", len(self.seq_lens))
-        if not self.mean_keys:
-            object.__setattr__(self, "mean_keys", mean_attended_keys(self.seq_lens))
+        seq_lens, set_field = [*chain(*self.steps)], partial(object.__setattr__, self)
+        set_field("longest", self.longest or max(seq_lens, default=0))
+        set_field("mean_keys", self.mean_keys or mean_attended_keys(seq_lens))
+        if self.steps:
+            set_field("weight", self.weight or 1 / len(self.steps))
+            if self.size.sequences is None:
+                set_field("size", replace(self.size, sequences=len(self.steps[0])))
+
+    def of_step(self, seq_lens: Sequence[int]) -> Question:
+        """Return the question whose only step has these sequences."""
+        return replace(self, steps=[seq_lens], size=StepSize(), weight=0.0)
 
     def call_of(self, seq_lens: Sequence[int]) -> Call:
         """Return the call with these sequences; an unknown one gets no shared tokens."""
@@ -241,18 +246,6 @@ class Question:
         """The keys of a run file that gave these options: offload of weights gives two."""
         away = ("order", "reshard") if self.model.training.offload_weights else ()
         return list(dict.fromkeys("offload" if name in away else key_of(name) for name in names))
-
-    @property
-    def stops(self) -> list[int]:
-        """End index of each step in `seq_lens`."""
-        return StepSize(self.sequences_per_step, self.tokens_per_step).stops(self.seq_lens)
-
-    @property
-    def share(self) -> float:
-        """Factor from the seconds of all `seq_lens` to those of one step."""
-        if self.tokens_per_step is not None:
-            return 1 / len(self.stops)
-        return self.sequences_per_step / len(self.seq_lens)
 
     def layouts(self) -> list[Layout]:
         """Return the layouts with the given sizes. Raises ConfigError if there is none."""
@@ -284,37 +277,34 @@ class Question:
 
     def may_reshard(self, layout: Layout) -> bool:
         """Whether a search may choose to free the weights of stages in a layout."""
-        num_layers = self.model.shape.num_layers
+        replicate = self.model.training.replicate
+        if "reshard" in self.given:
+            return False
         if layout.pp > 1:
-            return (
-                "reshard" not in self.given
-                and self.method in PASSING
-                and layout.sp > 1
-                and self.model.training.replicate == 1
-            )
-        return (
-            "reshard" not in self.given
-            and self.method in RESHARDING
-            and layout.num_devices > self.model.training.replicate
-            and not (self.model.shape.whole or self.calls)
-            and self.given.get("order") != "chunk-first"
-            and self.given.get("stage_layers", 1) < num_layers
-        )
+            return self.method in PASSING and layout.sp > 1 and replicate == 1
+        return layout.num_devices > replicate and self._may_cut_layers
 
     @property
     def may_offload_weights(self) -> bool:
         """Whether a search may choose CPU memory for weights, gradients and optimizer."""
         training, given = self.model.training, self.given
-        shape = self.model.shape
         return (
             training.offload_weights is None
             and not training.host_is_device
             and self.limits.cpu_bytes != 0
             and training.packed_bytes is None
-            and self.method in RESHARDING
-            and not (shape.whole or self.calls)
             and given.get("reshard", True)
             and given.get("pp", 1) == 1
+            and self._may_cut_layers
+        )
+
+    @property
+    def _may_cut_layers(self) -> bool:
+        """Whether a search may choose several stages without a pipeline."""
+        shape, given = self.model.shape, self.given
+        return (
+            self.method in RESHARDING
+            and not (shape.whole or self.calls)
             and given.get("order") != "chunk-first"
             and given.get("stage_layers", 1) < shape.num_layers
         )
@@ -372,41 +362,53 @@ PlanOf = Callable[[Sequence[int]], ChunkPlan]
 """Return the plan of one replica's sequences. Raises UserError if none fits."""
 
 
+@dataclass(frozen=True, eq=False)
 class Space:
     """A question in one of its layouts."""
 
-    def __init__(self, question: Question, layout: Layout) -> None:
-        self.question, self.layout = question, layout
-        self.model, self.stages = question.model_of(layout), question.stages_of(layout)
+    question: Question
+    layout: Layout
+    beat_s: float = inf
+    """Step time of a known plan; planners may skip slower ones."""
 
     @cached_property
-    def dealt(self) -> list[list[list[int]]]:
-        """[step][replica] -> indices of its sequences, balanced by their seconds as in a run; the
-        first replica of a step has most work."""
-        question, steps = self.question, []
-        work = self.model.sequence_seconds(question.seq_lens)
-        for first, stop in pairwise([0, *question.stops]):
-            own = work[first:stop]
-            replicas = by_cost(own, min(self.layout.dp, len(own)))
-            most_first = sorted(replicas, key=lambda some: -sum(own[i] for i in some))
-            steps.append([[first + i for i in sorted(some)] for some in most_first])
-        return steps
+    def model(self) -> CostModel:
+        return self.question.model_of(self.layout)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        return self.question.stages_of(self.layout)
+
+    @cached_property
+    def dealt(self) -> list[tuple[tuple[int, ...], ...]]:
+        """[step][replica] -> tokens of its sequences."""
+        return [*map(self._deal, self.question.steps)]
+
+    def _deal(self, seq_lens: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of each replica, balanced by their seconds as in a run; the first
+        replica has most work."""
+        work = self.model.sequence_seconds(seq_lens)
+        replicas = by_cost(work, min(self.layout.dp, len(work)))
+        most_first = sorted(replicas, key=lambda own: -sum(work[i] for i in own))
+        return tuple(tuple(seq_lens[i] for i in sorted(own)) for own in most_first)
 
     @cached_property
     def whole(self) -> list[tuple[int, ...]]:
         """Sequences of two replicas in a whole step: with most work, and with the longest one."""
         if not self.question.whole:
             return []
-        step = replace(self.question, seq_lens=self.question.whole, sequences_per_step=0,
-                       tokens_per_step=None)  # fmt: skip
-        (replicas,) = Space(step, self.layout).dealt
-        lens = [tuple(step.seq_lens[i] for i in own) for own in replicas]
-        return list(dict.fromkeys((lens[0], max(lens, key=max))))
+        replicas = self._deal(self.question.whole)
+        return list(dict.fromkeys((replicas[0], max(replicas, key=max))))
+
+    @cached_property
+    def busiest(self) -> list[tuple[int, ...]]:
+        """Sequences of each step's busiest replica."""
+        return [step[0] for step in self.dealt]
 
     @cached_property
     def most_tokens(self) -> int:
         """Most tokens of a replica in a step."""
-        return max(sum(self.lens(own)) for step in self.dealt for own in step)
+        return max(sum(own) for step in self.dealt for own in step)
 
     @property
     def _is_regular(self) -> bool:
@@ -415,10 +417,6 @@ class Space:
         of_stage, is_divided = layout.dp * layout.sp, layout.sp % node and node % layout.sp
         is_alike = layout.pp == 1 or of_stage % node == 0 or layout.num_devices <= node
         return is_alike and not is_divided
-
-    def lens(self, own: Iterable[int]) -> tuple[int, ...]:
-        """Return the tokens of the sequences with these indices."""
-        return tuple(self.question.seq_lens[i] for i in own)
 
     def plan_of(self, options: ChunkOptions, *, checked: bool = True) -> PlanOf:
         """Return the plan function for chunks with these options."""
@@ -429,16 +427,15 @@ class Space:
 
     def busiest_s(self, plan_of: PlanOf) -> float:
         """Return the mean seconds of each step's busiest replica; equal ones are timed once."""
-        count = Counter(self.lens(step[0]) for step in self.dealt)
+        count = Counter(self.busiest)
         return sum(n * self._step_s(self.model, plan_of(lens)) for lens, n in count.items())
 
     def step_s(self, plan_of: PlanOf, beat_s: float = inf) -> float:
         """Return the mean seconds of a step, with all replicas' plans joined as in a run, and with
         the optimizer's step; or infinity as soon as some replicas alone, a lower bound, take
         `beat_s`."""
-        model, total_s, part = whole_model(self.model), 0.0, min(1.0, self.question.share)
-        # equal steps are timed once
-        for lens, times in Counter(tuple(map(self.lens, step)) for step in self.dealt).items():
+        model, total_s, part = whole_model(self.model), 0.0, min(1.0, self.question.weight)
+        for lens, times in Counter(self.dealt).items():  # equal steps are timed once
             if len(set(lens)) == 1 and len(lens) == self.layout.dp and self._is_regular:
                 plan = gathered_first(plan_of(lens[0]))  # other replicas take equally long
                 seconds = self._step_s(self.model, plan) + part * update_s(self.model, plan)
@@ -455,10 +452,10 @@ class Space:
         return total_s
 
     def _step_s(self, model: CostModel, plan: ChunkPlan) -> float:
-        """Return a plan's contribution to the mean seconds of a step: its share if `seq_lens` are
-        several steps, the scaled-up seconds of a whole step if they are a part of one."""
-        share = self.question.share
-        return min(1.0, share) * step_s(model, plan, times=max(1.0, share))
+        """Return a plan's contribution to the mean seconds of a step: its share if there are
+        several steps, the scaled-up seconds of a whole step if it is a part of one."""
+        weight = self.question.weight
+        return min(1.0, weight) * step_s(model, plan, times=max(1.0, weight))
 
 
 def _joined(plans: Sequence[ChunkPlan], num_replicas: int = 0) -> ChunkPlan:
@@ -479,7 +476,7 @@ class Candidate:
     """A method with its options in a layout, which can plan any batch."""
 
     method: str
-    layout: Layout
+    space: Space
     options: ChunkOptions
     """Its chunk options; for a method with own chunks those of evaluations, and of batches that it
     has no plan of."""
@@ -488,8 +485,8 @@ class Candidate:
     copies and the effect of sampling."""
     plan_of: PlanOf
     """Returns checked plans."""
-    least: Needs | None = None
-    """Lower bound on the bytes of a device in a step with the longest sequence, if known."""
+    least: Needs = field(default_factory=partial(Needs, 0))
+    """Lower bound on the bytes of a device in a step with the longest sequence."""
     longest: Sequence[int] = ()
     """Sequences of one replica's step that needs most memory; empty for methods whose planner
     itself ensures that its plans fit."""
@@ -502,12 +499,16 @@ class Candidate:
     unchecked: PlanOf | None = None
     """Returns the same plans without a check, for simulation only; None: use `plan_of`."""
 
+    @property
+    def layout(self) -> Layout:
+        return self.space.layout
+
     def trial(self, seq_lens: Sequence[int]) -> ChunkPlan:
         """Return a plan for simulation only."""
         return (self.unchecked or self.plan_of)(seq_lens)
 
 
-Candidates = Callable[[Question, Layout], Iterable[Candidate]]
+Candidates = Callable[[Space], Iterable[Candidate]]
 """Yields the candidates of one published system in a layout, by ascending estimates."""
 
 
@@ -533,15 +534,6 @@ class Answer:
     seconds: float = field(default=0.0, compare=False)
     """Seconds that the search took."""
 
-    @property
-    def asked(self) -> Question:
-        """The question that the chosen plan answers: resharding if it frees weights in a
-        pipeline."""
-        layout = self.best.layout
-        if layout.pp > 1 and self.best.options.reshard:
-            return self.question.resharding(layout)
-        return self.question
-
     is_cut_short: bool = False
     """Whether a signal ended the search before its end."""
     on_device: Answer | None = None
@@ -556,6 +548,20 @@ class Answer:
     def options(self) -> ChunkOptions:
         """Chunk options that a run uses."""
         return self.best.options
+
+    @property
+    def nearest(self) -> tuple[Candidate | None, Layout]:
+        """The candidate closest to fitting (None if a layout is closer whose state alone does not
+        fit), and its layout."""
+        question, limits, refused = self.question, self.question.limits, self.refused
+        too_large = sorted(self.too_large, key=lambda pair: pair[1])
+        least = limits.lacking(refused[0].needs) if refused else inf
+        for layout, lacking_bytes in too_large:
+            if lacking_bytes < least and question.state_bytes(layout) > limits.limit_bytes:
+                return None, layout
+        if refused:
+            return refused[0], refused[0].layout
+        return None, too_large[0][0] if too_large else question.layouts()[0]
 
     @property
     def by_options(self) -> Candidate | None:

@@ -19,22 +19,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from furlong.plan.plan import Layout
 from furlong.planners.candidates import chunks
-from furlong.planners.question import Candidate, Question
+from furlong.planners.question import Candidate, Space
 
 
-def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
+def candidates(space: Space) -> Iterator[Candidate]:
     """Yield candidates of all chunk sizes, by estimated time; none for pipelines."""
-    if layout.pp == 1:
+    if space.layout.pp == 1:
         yield from chunks(
-            question, layout, "seco", keep="kv", order="chunk-first", num_retained=0, hybrid=False
+            space, "seco", keep="kv", order="chunk-first", num_retained=0, hybrid=False
         )
 
 
-def sampled_candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
+def sampled_candidates(space: Space) -> Iterator[Candidate]:
     """Yield SpaCO's candidates (planners/spaco.py), in which only chunks that `chunks.sample` draws
     have a backward; none without it."""
-    if "sample" in question.given:
-        for candidate in candidates(question, layout):
+    if "sample" in space.question.given:
+        for candidate in candidates(space):
             yield replace(candidate, method="spaco")

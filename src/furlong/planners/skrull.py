@@ -23,10 +23,11 @@ Placement does not use the cost model: a sequence stays local wherever it has ro
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from furlong.cost.model import CostModel
 from furlong.plan.check import check
-from furlong.plan.plan import Chunk, ChunkPlan, Layout, Slice
+from furlong.plan.plan import Chunk, ChunkPlan, Slice
 from furlong.planners.chunks import (
     by_place,
     chunk_by_chunk,
@@ -37,20 +38,18 @@ from furlong.planners.chunks import (
     sequence_work,
 )
 from furlong.planners.options import ChunkOptions
-from furlong.planners.question import Candidate, Question
+from furlong.planners.question import Candidate, Space
 
 
-def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
+def candidates(space: Space) -> Iterator[Candidate]:
     """Yield one candidate for a pool of several devices without a pipeline; its planner ensures
     that plans fit."""
-    if layout.pp > 1 or layout.sp == 1:
-        return
-    model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
-
-    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
-        return plan_skrull(seq_lens, model, sp_size=layout.sp, budget_bytes=limit_bytes)
-
-    yield Candidate("skrull", layout, ChunkOptions(), 0.0, plan_of)
+    layout, limit_bytes = space.layout, space.question.limits.limit_bytes
+    if layout.pp == 1 < layout.sp:
+        plan_of = partial(
+            plan_skrull, model=space.model, sp_size=layout.sp, budget_bytes=limit_bytes
+        )
+        yield Candidate("skrull", space, ChunkOptions(), 0.0, plan_of)
 
 
 def plan_skrull(

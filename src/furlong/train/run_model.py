@@ -39,7 +39,7 @@ from furlong.planners.decide import Decision, decide, model_of_run
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.orders import even_heights
-from furlong.planners.question import Question
+from furlong.planners.question import Question, Space
 from furlong.planners.search import BatchPlans
 from furlong.planners.setup import (
     SEARCHED_OPTIONS,
@@ -262,7 +262,7 @@ def _searched(
     if all_given and not has_budget and len(some) == 1:
         if not offloads:
             limits = limits_of(cost.hardware, budget_bytes)
-            stages = Question(train.seq_lens.tolist(), cost, limits).stages_of(some[0])
+            stages = Question([train.seq_lens.tolist()], cost, limits).stages_of(some[0])
             return Decision(
                 ChunkOptions(**whole), "", model=cost, layout=some[0], stages=stages,
                 offload_weights=bool(cost.training.offload_weights),
@@ -271,20 +271,18 @@ def _searched(
     objective = objective_of(config.train)
     is_in_calls = objective.in_two_phases(num_processes)
     lens, size = train.epoch_lens(config.train.seed), step_size(config.train)
-    decision = decide(
-        count_lengths(lens),
-        size=replace(size, sequences=size.sequences and size.sequences * objective.unit_size),
-        model=cost,
-        limits=limits_of(cost.hardware, budget_bytes, storage.cpu_bytes, storage.disk_bytes),
-        budget_words=budget_words,
-        num_devices=num_processes,
-        seed=config.train.seed,
-        longest=train.longest,
-        calls=objective.calls(train, config.chunks.size) if is_in_calls else (),
+    question = Question(
+        (), cost, limits_of(cost.hardware, budget_bytes, storage.cpu_bytes, storage.disk_bytes),
+        num_processes, method=config.chunks.method,
         given=given | {name: size for name, size in sizes.items() if size is not None},
-        method=config.chunks.method,
+        calls=tuple(objective.calls(train, config.chunks.size)) if is_in_calls else (),
+    )  # fmt: skip
+    decision = decide(
+        question, count_lengths(lens),
+        size=replace(size, sequences=size.sequences and size.sequences * objective.unit_size),
+        budget_words=budget_words, seed=config.train.seed, longest=train.longest,
         must_fit=offloads or has_budget or not is_free,
-    )
+    )  # fmt: skip
     words = "" if all_given else decision.words
     return replace(decision, words=words, figures=cost.hardware.origin)
 
@@ -352,7 +350,7 @@ def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> Ba
         given=given_options(config) | ({"reshard": True} if passes else {}),
         method=config.chunks.method, stages=decision.stages,
     )  # fmt: skip
-    return BatchPlans(question, layout, decision.options, decision.has_shrunk)
+    return BatchPlans(Space(question, layout), decision.options, decision.has_shrunk)
 
 
 def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -> Storage:

@@ -37,7 +37,7 @@ from furlong.plan.lengths import (
     write_lengths,
 )
 from furlong.planners.decide import MAX_CHUNKS
-from furlong.planners.question import SIZES, Limits
+from furlong.planners.question import SIZES, Question
 from furlong.planners.setup import cost_model_of, given_options, limits_of, offload_budgets
 from furlong.planners.spaco import check_sampling
 from furlong.units import count_words, format_bytes, format_count, plural
@@ -97,14 +97,10 @@ class PlanQuestion:
     is_run: bool
     """Whether there is data, which `furlong train` could train on."""
     batch: PlannedBatch
-    model: CostModel
-    """Figures of one device."""
-    limits: Limits
+    asked: Question
+    """The same for the search, with the batch as its only step."""
     budget_words: str
     """The origin of the device's budget."""
-    num_devices: int
-    given: Mapping[str, Any]
-    """Sizes of the layout, and options."""
     is_long: bool
     """Whether `train.steps` or `train.epochs` are those of a run, and no defaults."""
     refused: str
@@ -112,7 +108,7 @@ class PlanQuestion:
 
     def lines(self) -> dict[str, str]:
         """The lines over an answer, by their first words; empty ones are left out."""
-        model, limits, count = self.model, self.limits, self.num_devices
+        model, limits, count = self.asked.model, self.asked.limits, self.asked.num_devices
         shape, lora, machine = model.shape, model.training.lora, model.hardware
         trained = f"LoRA of rank {lora.rank}" if lora else "all weights trained"
         trained += " over linear layers in 4 bits" * (model.training.packed_bytes is not None)
@@ -135,11 +131,11 @@ class PlanQuestion:
             "run": self.config.model_dump(
                 mode="json", include={"model": True, "memory": {"device", "cpu", "disk"}}
             ),
-            "hardware": self.model.hardware.name,
+            "hardware": self.asked.model.hardware.name,
         }
 
     def to_json(self) -> dict[str, Any]:
-        seq_lens = self.batch.seq_lens
+        seq_lens, asked = self.batch.seq_lens, self.asked
         return {
             "batch": {
                 "source": self.batch.source,
@@ -149,10 +145,10 @@ class PlanQuestion:
                 "longest_of_data_tokens": self.batch.longest_tokens,
             },
             "model": self.config.model.name,
-            "hardware": self.model.hardware.name,
-            "num_devices": self.num_devices,
-            "device_memory_bytes": self.model.hardware.memory_bytes,
-            "cpu_budget_bytes": self.limits.cpu_bytes,
+            "hardware": asked.model.hardware.name,
+            "num_devices": asked.num_devices,
+            "device_memory_bytes": asked.model.hardware.memory_bytes,
+            "cpu_budget_bytes": asked.limits.cpu_bytes,
         }
 
 
@@ -229,10 +225,10 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     if is_run and not refused and batch.longest_left_out:
         refused = f"a sequence of {count_words(batch.longest_left_out, 'token')}; raise"
         refused += " data.max_seq_len, or set data.too_long to truncate, drop or split"
+    limits = limits_of(model.hardware, budget, cpu_bytes, disk_bytes)
+    asked = Question([batch.seq_lens], model, limits, num_devices, given=options | sizes)
     return PlanQuestion(
-        config=config, is_run=is_run, batch=batch, model=model,
-        limits=limits_of(model.hardware, budget, cpu_bytes, disk_bytes),
-        budget_words=budget_words, num_devices=num_devices, given=options | sizes,
+        config=config, is_run=is_run, batch=batch, asked=asked, budget_words=budget_words,
         is_long=is_run or not flags.names.isdisjoint(_OF_A_RUN), refused=refused,
     )  # fmt: skip
 
