@@ -497,9 +497,9 @@ def test_equal_sequences_end_the_search_as_soon_as_one(monkeypatch: pytest.Monke
     """What a pipeline recomputes is chosen once for all that are alike."""
     costs = []
 
-    def see(loads: Loads, exact: bool = False) -> Any:
+    def see(loads: Loads) -> Any:
         costs.append(loads.saved_bytes.size)
-        return choose_layers(loads, exact)
+        return choose_layers(loads)
 
     monkeypatch.setattr(infinipipe, "choose_layers", see)
     limits, layout = Limits(16 * GIB), Layout(pp=2)

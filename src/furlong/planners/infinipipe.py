@@ -15,9 +15,9 @@ The planner of Wang et al., arXiv 2509.21275, in four steps:
 
 Numbers of slices are tried from the smallest; the plan that is fastest in simulation is chosen.
 
-Differences to the paper: layers are chosen greedily; its integer program is the mode `exact`. Bytes
-come from the memory simulation, instead of Eqs. 5 to 10, and seconds from the cost model; only the
-mesh is cut by a fit to it of the paper's form a1 x^2 + a2 x (Eqs. 1 and 4).
+Differences to the paper: layers are chosen greedily, not by an integer program. Bytes come from the
+memory simulation, instead of Eqs. 5 to 10, and seconds from the cost model; only the mesh is cut by
+a fit to it of the paper's form a1 x^2 + a2 x (Eqs. 1 and 4).
 
 Errata: the window of Eq. 7 is one chunk more than the forwards ahead; Eq. 11 divides a time that is
 of one stage already by the sequence-parallel degree. As printed, the threshold of Algorithm 1 can
@@ -83,8 +83,6 @@ of the difference."""
 _FEW_DIAGONALS = 8
 MAX_GROWTH = 1.1
 """Most growth of the time threshold, as a multiple of its first value; infinite in the paper."""
-_MAX_NODES = 10_000
-"""Most nodes of the tree of each integer program. A count is reproducible; a time limit is not."""
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
@@ -123,22 +121,21 @@ def plan_infinipipe(
     stages: Sequence[int],
     sp_size: int = 1,
     budget_bytes: int | None = None,
-    exact: bool = False,
     beat_s: float = inf,
     recent: deque[_Batch] | None = None,
 ) -> ChunkPlan:
     """Return a checked plan of one replica on len(stages) x sp_size devices of `budget_bytes` each.
 
     `stages`: layers per stage; rank s holds stage s. Each slice is sharded over `sp_size`
-    processes. `exact`: choose layers by the integer program. `beat_s`: seconds that the step must
-    undercut. `recent`: cache of the last batch, for a call with another `beat_s`.
+    processes. `beat_s`: seconds that the step must undercut. `recent`: cache of the last batch, for
+    a call with another `beat_s`.
 
     Raises DataError for unusable lengths, ConfigError if no plan is faster than `beat_s`, and
     DoesNotFitError, for the plan closest to fitting, if no number of slices fits.
     """
     refuse_unusable(seq_lens)
     memory = model.memory(budget_bytes)
-    batch = _Batch(tuple(seq_lens), model, memory, tuple(stages), sp_size, exact)
+    batch = _Batch(tuple(seq_lens), model, memory, tuple(stages), sp_size)
     if recent is not None:
         batch = next((known for known in recent if known == batch), batch)
         recent.append(batch)
@@ -198,7 +195,6 @@ class _Batch:
     memory: PlanMemory
     stages: tuple[int, ...]
     sp_size: int
-    exact: bool
     _cuts: dict[int, _Cut] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def cut(self, num_slices: int) -> _Cut:
@@ -327,7 +323,7 @@ class _Cut:
             if last in found and least_s >= found[last][0]:
                 continue
             kinds, loads = whole if is_whole else kinds_and_loads(own)
-            layers = choose_layers(loads, batch.exact)
+            layers = choose_layers(loads)
             if layers is None:
                 continue
             layers = layers[kinds]
@@ -510,26 +506,23 @@ def loads_of(
     )  # fmt: skip
 
 
-def choose_layers(loads: Loads, exact: bool = False) -> Integers | None:
+def choose_layers(loads: Loads) -> Integers | None:
     """Return (G,): the layers that diagonals of each kind recompute so that each stage fits, or
-    None if no choice fits. With `exact` their sum over all diagonals is minimal.
+    None if no choice fits.
 
     The greedy choice adds a layer to the kind that relieves most per diagonal until all stages fit,
     then removes layers that later ones have made needless. Relief is measured in bytes, and as a
     share of each moment's excess; the better result is taken. With few diagonals, where one layer
     is a percent of a step, it is also run with each kind excluded in turn.
     """
-    found = _least_layers(loads) if exact and len(loads.heights) else None
-    if found is None:
-        tried = [_relieved(loads, by_shares) for by_shares in (False, True)]
-        num_diagonals = loads.saved_bytes.shape[1]
-        if len(loads.heights) and num_diagonals <= _FEW_DIAGONALS:
-            for one in np.eye(num_diagonals):
-                others = replace(loads, saved_bytes=loads.saved_bytes * (1 - one))
-                tried.append(_relieved(others, by_shares=False))
-        fitting = (layers for layers in tried if layers is not None)
-        found = min(fitting, key=lambda layers: int(layers @ loads.counts), default=None)
-    return found
+    tried = [_relieved(loads, by_shares) for by_shares in (False, True)]
+    num_diagonals = loads.saved_bytes.shape[1]
+    if len(loads.heights) and num_diagonals <= _FEW_DIAGONALS:
+        for one in np.eye(num_diagonals):
+            others = replace(loads, saved_bytes=loads.saved_bytes * (1 - one))
+            tried.append(_relieved(others, by_shares=False))
+    fitting = (layers for layers in tried if layers is not None)
+    return min(fitting, key=lambda layers: int(layers @ loads.counts), default=None)
 
 
 def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
@@ -596,39 +589,6 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
                 layers[diagonal] += 1
                 break
     return layers
-
-
-def _least_layers(loads: Loads) -> Integers | None:
-    """Return the layers of least sum (Eq. 20) by one integer program; None if the solver fails.
-
-    Variables per diagonal: its layers, as a sum of one integer per distinct stage height (a stage
-    counts the levels up to its own height); and whether it has any.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second to import
-
-    num_diagonals = loads.saved_bytes.shape[1]
-    tops = np.unique(loads.heights)
-    most = np.diff(tops, prepend=0).astype(float)
-    again = np.zeros_like(loads.saved_bytes)
-    again[range(len(again)), loads.acting] = loads.again_bytes
-    felt = [loads.saved_bytes * (top <= loads.heights[:, None]) for top in tops]
-    scale = np.maximum(loads.saved_bytes.max(axis=1, keepdims=True), 1.0)
-    room = LinearConstraint(np.hstack([*felt, -again]) / scale, lb=loads.excess_bytes / scale[:, 0])
-    # a diagonal's levels may be positive only if the diagonal recomputes
-    eye = np.eye(num_diagonals)
-    linked = np.hstack([np.kron(-np.eye(len(tops)), eye), np.kron(most, eye).T])
-    found = milp(
-        np.concatenate([*[loads.counts] * len(tops), np.zeros(num_diagonals)]),
-        constraints=[room, LinearConstraint(linked, lb=0)],
-        bounds=Bounds(0, np.repeat([*most, 1.0], num_diagonals)),
-        integrality=np.ones((len(tops) + 1) * num_diagonals),
-        options={"node_limit": _MAX_NODES, "mip_rel_gap": 0.0},
-    )
-    if found.x is None:
-        return None
-    levels = np.rint(found.x).astype(np.int64).reshape(-1, num_diagonals)[:-1]
-    layers: Integers = levels.sum(axis=0)
-    return layers if loads.fit(layers) else None
 
 
 @dataclass(frozen=True, slots=True)
