@@ -36,7 +36,7 @@ from furlong.models.describe import describe
 from furlong.models.fused import fused
 from furlong.ops.backends.base import Block, Tally
 from furlong.ops.backends.reference import Reference
-from furlong.ops.backends.select import CallKind, candidates
+from furlong.ops.backends.select import CallKind, fitting_backends
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.planners.decide import decide
 from furlong.planners.question import Question
@@ -219,7 +219,7 @@ def kernels(settings: Settings) -> Results:
             kind = CallKind(
                 torch.device(settings.device), torch.bfloat16, width, block.window is not None
             )
-            for backend in candidates(kind):
+            for backend in fitting_backends(kind):
                 text = f"kernel, {name}, {heads}/{groups} x {width}, {type(backend).__name__}"
                 try:
                     yield text, _kernel(backend, kind, (rows, keys), (heads, groups), block)

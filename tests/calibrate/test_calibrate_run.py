@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from furlong import ChunkOptions
-from furlong.calibrate.run import Measured, _fitted, trials
+from furlong.calibrate.run import MeasuredPlan, _fitted, trials
 from furlong.cost.machine import this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
@@ -27,7 +27,7 @@ def test_the_interpreter_and_its_libraries_are_no_part_of_a_prediction():
         times = time_actions(plan, model.costs(plan))
         seconds = [b - a for a, b in zip(times.start_s[0], times.stop_s[0], strict=True)]
         counted = sum(model.memory().curve(plan, 0).peak.values())
-        measured[trial] = Measured(
+        measured[trial] = MeasuredPlan(
             plan, tuple(seconds), sum(seconds), before_bytes=weights_bytes + PROCESS_BYTES,
             peak_bytes=counted + PROCESS_BYTES,
         )  # fmt: skip

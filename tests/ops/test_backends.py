@@ -144,7 +144,7 @@ def test_pieces_of_a_head_group_keep_many_threads_busy():
 
 def chosen_on(device, dtype, **kind):
     found = CallKind(torch.device(device), dtype, 16, **kind)
-    return choose_backend(found, select.candidates(found))
+    return choose_backend(found, select.fitting_backends(found))
 
 
 def test_a_backend_that_is_wrong_is_left_out(monkeypatch, caplog):
@@ -246,7 +246,7 @@ def test_a_row_beyond_the_window_of_every_key_sees_nothing():
 def test_cudnn_is_a_candidate_where_torch_prefers_it(capability, version, is_right, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    found = select.candidates(CallKind(torch.device("cuda"), torch.bfloat16, 64))
+    found = select.fitting_backends(CallKind(torch.device("cuda"), torch.bfloat16, 64))
     assert [type(x) for x in found] == [CUDAFlash, *[CUDNN] * is_right]
 
 
@@ -264,13 +264,15 @@ def test_flash_attention_3_is_a_candidate_of_its_own(capability, fault, num, mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92_000)
     kind = CallKind(torch.device("cuda"), torch.bfloat16, 64)
-    assert not any(isinstance(x, CUDAFlash3) for x in select.candidates(kind)), "not installed"
+    assert not any(isinstance(x, CUDAFlash3) for x in select.fitting_backends(kind)), (
+        "not installed"
+    )
     monkeypatch.setattr(cuda_flash, "find_spec", lambda name: name == "flash_attn_interface")
     monkeypatch.setattr(_fa3, "_fa3_import_module", module)
     operators = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
     monkeypatch.setattr(_fa3, "_fa3_flash_attention_forward_impl_default", operators[0])
     monkeypatch.setattr(_fa3, "_fa3_flash_attention_backward_impl", operators[1])
-    found = select.candidates(kind)
+    found = select.fitting_backends(kind)
     assert [isinstance(x, CUDAFlash3) for x in found][-1] is bool(num)
     assert sum(isinstance(x, CUDAFlash3) for x in found) == num
     assert bool(fault) == ("cannot be called: no kernels" in caplog.text)
@@ -327,16 +329,16 @@ def test_flash_attention_4_is_a_candidate_ahead_of_cudnn(monkeypatch, caplog):
     monkeypatch.setattr(cuda_flash, "find_spec", lambda name: name.startswith("flash_attn."))
     kind = CallKind(torch.device("cuda"), torch.bfloat16, 64)
     capped = replace(kind, is_capped=True)
-    assert select.candidates(capped) == [], "not installed"
+    assert select.fitting_backends(capped) == [], "not installed"
     monkeypatch.setattr(
         cuda_flash, "find_spec", lambda name: name in ("flash_attn", "flash_attn.cute")
     )
     monkeypatch.setattr(cuda_flash, "import_module", lambda name: emulated_flash4)
-    assert [type(x) for x in select.candidates(kind)] == [CUDAFlash, CUDNN, CUDAFlash4]
-    assert [type(x) for x in select.candidates(capped)] == [CUDAFlash4]
-    assert select.candidates(replace(capped, dtype=torch.float32)) == []
+    assert [type(x) for x in select.fitting_backends(kind)] == [CUDAFlash, CUDNN, CUDAFlash4]
+    assert [type(x) for x in select.fitting_backends(capped)] == [CUDAFlash4]
+    assert select.fitting_backends(replace(capped, dtype=torch.float32)) == []
     monkeypatch.setattr(cuda_flash, "import_module", lambda name: refuse())
-    assert [type(x) for x in select.candidates(kind)] == [CUDAFlash, CUDNN]
+    assert [type(x) for x in select.fitting_backends(kind)] == [CUDAFlash, CUDNN]
     assert "cannot be called: no plan" in caplog.text
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import furlong
 from furlong.plan.lengths import Call
 from furlong.runtime.batch import join_prompts, shift_labels
-from furlong.testing import Batch, take_grads, worst_relative_error
+from furlong.testing import Sequences, take_grads, worst_relative_error
 
 OTHERS = batch([11, 50], seed=5)
 
@@ -52,7 +52,7 @@ def counted(model: Any, first: Callable[[], object] = lambda: None) -> Any:
 
 
 def errors(
-    model: Any, sequences: Batch, loss: Callable[[list[Tensor]], Tensor] = loss_of, **dials: Any
+    model: Any, sequences: Sequences, loss: Callable[[list[Tensor]], Tensor] = loss_of, **dials: Any
 ) -> tuple[float, float]:
     """Of the values and of the gradients."""
     truth = whole_values(model, sequences)
@@ -122,22 +122,22 @@ def test_the_prompt_is_computed_once(model: Any) -> None:
     model.zero_grad()
 
 
-def with_labelled_prompts() -> Batch:
+def with_labelled_prompts() -> Sequences:
     return [{"input_ids": s["input_ids"], "labels": s["input_ids"]} for s in NESTED.answers()]
 
 
-def one_ends_where_others_go_on() -> Batch:
+def one_ends_where_others_go_on() -> Sequences:
     first = FOUR.answers()[0]
     ended = {name: x[:75] for name, x in first.items()}
     labelled = {"input_ids": ended["input_ids"], "labels": ended["input_ids"].clone()}
     return [*FOUR.answers(), labelled]
 
 
-def equal_sequences() -> Batch:
+def equal_sequences() -> Sequences:
     return [PAIR.answers()[0]] * 3 + [OTHERS[0]]
 
 
-def equal_but_for_the_last_token() -> Batch:
+def equal_but_for_the_last_token() -> Sequences:
     one = PAIR.answers()[0]
     other = {name: x.clone() for name, x in one.items()}
     other["input_ids"][-1] = other["labels"][-1] = (one["input_ids"][-1] + 1) % 90
@@ -149,7 +149,7 @@ def equal_but_for_the_last_token() -> Batch:
     [with_labelled_prompts, one_ends_where_others_go_on, equal_sequences,
      equal_but_for_the_last_token],
 )  # fmt: skip
-def test_odd_batches_are_exact(model: Any, make: Callable[[], Batch]) -> None:
+def test_odd_batches_are_exact(model: Any, make: Callable[[], Sequences]) -> None:
     assert max(errors(model, make(), size=16, keep="kv")) <= 1e-12
 
 

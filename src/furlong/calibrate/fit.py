@@ -15,10 +15,10 @@ from math import inf
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from furlong.cost.machine import CALLS, EFFICIENCIES, Efficiency, Machine
 from furlong.cost.model import CostModel
+from furlong.cost.seconds import Array
 from furlong.plan.passes import passes
 from furlong.plan.plan import ChunkPlan
 
@@ -28,8 +28,6 @@ _NO_COST = Efficiency(best=inf, half_tokens=0.0)
 _ROUNDS = 8
 _SHORTEST_S = 2e-4
 """Shorter actions are bookkeeping, which the cost model leaves out."""
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,11 +46,10 @@ from furlong.models.folder import check_folder
 from furlong.models.shrink import keep_layers
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
+from furlong.report.patience import Tell
 from furlong.runtime.distributed.mesh import gpu_of
 from furlong.runtime.profile import machine_of, memory_bytes
 from furlong.simulate.predict import predict
-
-Tell = Callable[[str], None]
 
 _LARGEST_CHUNK = {"cpu": 1024, "cuda": 8192}
 _SMALLEST_CHUNK = 64
@@ -189,7 +188,7 @@ def build(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, M
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredPlan:
     """Measurements of one plan, run once or several times."""
 
     plan: ChunkPlan
@@ -218,7 +217,7 @@ class Bench:
         # a thread's CPU time does not advance while it waits for a copy
         self._clock = clock if clock is time.perf_counter else lambda: clock() + pools.waited_s
 
-    def run(self, seq_lens: Sequence[int], options: ChunkOptions) -> Measured:
+    def run(self, seq_lens: Sequence[int], options: ChunkOptions) -> MeasuredPlan:
         """Run one step without an optimizer, and drop the gradients."""
         plan = self._engine.plan(seq_lens, options)
         self._model.zero_grad(set_to_none=True)
@@ -230,12 +229,12 @@ class Bench:
         self._model.zero_grad(set_to_none=True)
         seconds = tuple(r.stop_s - r.start_s for r in result.timeline.records)
         peak_bytes = result.timeline.peak_device_bytes
-        return Measured(plan, seconds, sum(seconds), before_bytes, peak_bytes)
+        return MeasuredPlan(plan, seconds, sum(seconds), before_bytes, peak_bytes)
 
 
-def merged(runs: Sequence[Measured]) -> Measured:
+def merged(runs: Sequence[MeasuredPlan]) -> MeasuredPlan:
     """Merge runs of one plan: the shortest seconds, the median bytes."""
-    return Measured(
+    return MeasuredPlan(
         runs[0].plan,
         tuple(map(min, zip(*(run.seconds for run in runs), strict=True))),
         min(run.step_s for run in runs),
@@ -265,7 +264,7 @@ class TrialResult:
     """A measured plan and the calibrated cost model's prediction of it."""
 
     trial: Trial
-    measured: Measured
+    measured: MeasuredPlan
     predicted_s: float
     predicted_bytes: int
 
@@ -300,7 +299,7 @@ def calibrate(
         figures["peak_flops_per_s"] = measured_peak(device, compute_dtype)
         spec = replace(spec, **figures)
     training = replace(Training.in_dtype(dtype), optimizer_bytes=0)  # trials make no step
-    runs: dict[Trial, list[Measured]] = {}
+    runs: dict[Trial, list[MeasuredPlan]] = {}
     models: dict[TrialModel, CostModel] = {}
     for name in get_args(TrialModel):
         if name == "own":
@@ -371,7 +370,7 @@ def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -
 
 
 def _run_rounds(
-    bench: Bench, own: Sequence[Trial], runs: dict[Trial, list[Measured]], tell: Tell
+    bench: Bench, own: Sequence[Trial], runs: dict[Trial, list[MeasuredPlan]], tell: Tell
 ) -> None:
     """Run all trials once, then again while there is time; append the results to `runs`."""
     smallest = min(own, key=lambda trial: trial.num_tokens)
@@ -387,7 +386,7 @@ def _run_rounds(
 
 
 def _fitted(
-    measured: dict[Trial, Measured],
+    measured: dict[Trial, MeasuredPlan],
     models: dict[TrialModel, CostModel],
     spec: Machine,
     figures: dict[str, Any],
@@ -427,8 +426,8 @@ def _fitted(
 
 
 def _without_process(
-    measured: dict[Trial, Measured], models: dict[TrialModel, CostModel]
-) -> dict[Trial, Measured]:
+    measured: dict[Trial, MeasuredPlan], models: dict[TrialModel, CostModel]
+) -> dict[Trial, MeasuredPlan]:
     """Subtract the interpreter and its libraries from peaks, as `memory.device` does: the bytes in
     use before a plan, minus the weights."""
     found = []
@@ -444,7 +443,7 @@ def _without_process(
 
 
 def _fit_memory(
-    measured: dict[Trial, Measured],
+    measured: dict[Trial, MeasuredPlan],
     models: dict[TrialModel, CostModel],
     *,
     is_cpu: bool,
@@ -468,5 +467,5 @@ def _fit_memory(
     return found if is_cpu else {"activation_factor": 1 + found["activation_factor"]}
 
 
-def _peak_bytes(model: CostModel, measured: Measured) -> int:
+def _peak_bytes(model: CostModel, measured: MeasuredPlan) -> int:
     return sum(model.memory().curve(measured.plan, 0).peak.values())

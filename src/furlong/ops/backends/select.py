@@ -91,7 +91,7 @@ class ProbedBackend(Backend):
         kind = CallKind.of(q, given[-1])
         while True:
             if kind not in self._chosen:
-                untried = self._untried.setdefault(kind, candidates(kind))
+                untried = self._untried.setdefault(kind, fitting_backends(kind))
                 self._chosen[kind] = choose_backend(kind, untried)
                 self._chosen[kind].tally = self.tally  # set after the probe, which must not count
             own = self._chosen[kind]
@@ -110,7 +110,7 @@ class ProbedBackend(Backend):
                 )  # fmt: skip
 
 
-def candidates(kind: CallKind) -> list[Backend]:
+def fitting_backends(kind: CallKind) -> list[Backend]:
     """Backends that may serve a kind, the fastest last."""
     if kind.device.type == "cpu":
         return [CPUFlash()]
@@ -127,7 +127,7 @@ def candidates(kind: CallKind) -> list[Backend]:
 
 def fastest(kind: CallKind) -> str:
     """Name of the fastest backend that may serve a kind, without a probe."""
-    *_, last = [Reference(), *candidates(kind)]
+    *_, last = [Reference(), *fitting_backends(kind)]
     return "cuDNN" if isinstance(last, CUDNN) else getattr(last, "name", "the reference")
 
 
@@ -139,7 +139,7 @@ def choose_backend(kind: CallKind, untried: list[Backend] | None = None) -> Back
     fails, and a CUDA device without any: a kernel must be neither chosen nor wrong silently.
     """
     log, is_cuda = logging.getLogger(__name__), kind.device.type == "cuda"
-    untried = candidates(kind) if untried is None else untried
+    untried = fitting_backends(kind) if untried is None else untried
     while untried:
         candidate = untried.pop()
         name, fault = type(candidate).__name__, _probe(candidate, kind)
