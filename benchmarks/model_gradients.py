@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import furlong
 from furlong.errors import UserError
-from furlong.testing import Sequences, reference_loss, take_grads
+from furlong.testing import TokenSequences, reference_loss, take_grads
 from furlong.verify import EXACT, spread_weights
 
 LENS = (61, 20, 9)
@@ -140,7 +140,7 @@ def _outcome(model_type: str, *, wide: bool = False) -> tuple[str, ...]:
 
 
 def _cut_outcome(
-    model: nn.Module, sequences: Sequences, truths: _Truths, may_round: bool, wide: bool
+    model: nn.Module, sequences: TokenSequences, truths: _Truths, may_round: bool, wide: bool
 ) -> tuple[str, str]:
     """Outcome and detail of the same model whose layers run one after the other."""
     options = [
@@ -166,7 +166,10 @@ def _judged(worst: float, may_round: bool, wide: bool) -> str:
 
 
 def _worst(
-    model: nn.Module, sequences: Sequences, truths: _Truths, tried: Sequence[furlong.ChunkOptions]
+    model: nn.Module,
+    sequences: TokenSequences,
+    truths: _Truths,
+    tried: Sequence[furlong.ChunkOptions],
 ) -> tuple[float, str]:
     """The worst error of all that is tried, and its place."""
     loss, truth = truths
@@ -180,7 +183,7 @@ def _worst(
     return worst, where
 
 
-def cut(sequences: Sequences) -> Sequences:
+def cut(sequences: TokenSequences) -> TokenSequences:
     """The same tokens, each chunk a sequence of its own: what a broken engine would compute."""
     pieces = []
     for sequence in sequences:
@@ -191,7 +194,7 @@ def cut(sequences: Sequences) -> Sequences:
     return [piece for piece in pieces if len(piece["labels"]) > 1]
 
 
-def _sequences() -> Sequences:
+def _sequences() -> TokenSequences:
     generator = torch.Generator().manual_seed(0)
     batch = []
     for num_tokens in LENS:
@@ -201,7 +204,7 @@ def _sequences() -> Sequences:
 
 
 def _model_with_truth(
-    model_type: str, sequences: Sequences, wide: bool
+    model_type: str, sequences: TokenSequences, wide: bool
 ) -> tuple[nn.Module, float, dict[str, Tensor]]:
     """A model, its loss and its gradients: with SDPA where that says the same as eager attention.
 
@@ -225,7 +228,7 @@ def _model_with_truth(
     return next(iter(found.values()))
 
 
-def _refused_in_float32(model_type: str, sequences: Sequences) -> tuple[str, str] | None:
+def _refused_in_float32(model_type: str, sequences: TokenSequences) -> tuple[str, str] | None:
     """A family that knows no float64 can still be one that furlong refuses."""
     try:
         model = build(model_type, torch.float32, "eager")
@@ -260,7 +263,7 @@ def build(model_type: str, dtype: torch.dtype, attention: str, *, wide: bool = F
     return model.train()
 
 
-def _true_gradients(model: nn.Module, sequences: Sequences) -> tuple[float, dict[str, Tensor]]:
+def _true_gradients(model: nn.Module, sequences: TokenSequences) -> tuple[float, dict[str, Tensor]]:
     return reference_loss(model, sequences), _take_grads(model)
 
 
@@ -294,7 +297,7 @@ def _relative(given: float, truth: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def own_rounding(model: nn.Module, sequences: Sequences, truth: dict[str, Tensor]) -> float:
+def own_rounding(model: nn.Module, sequences: TokenSequences, truth: dict[str, Tensor]) -> float:
     """How far the model's own gradients move when all sequences go through it at once.
 
     They are padded on the right, which a causal model does not see: every token keeps its loss and

@@ -36,7 +36,7 @@ from furlong.errors import UserError, reason_of
 from furlong.families import family_of
 from furlong.models.describe import describe
 from furlong.models.shrink import VOCAB_SIZE, shrink_config
-from furlong.testing import Sequences
+from furlong.testing import TokenSequences
 from furlong.train.build import build_run_model
 from furlong.train.run_model import read_model_config
 from furlong.verify import EXACT, RECURRENT, Float64, Subject, spread_weights
@@ -296,7 +296,7 @@ def _counted(run: Path, published: float | None) -> str:
     return told
 
 
-def _sequences() -> Sequences:
+def _sequences() -> TokenSequences:
     generator = torch.Generator().manual_seed(0)
     batch = []
     for num_tokens in LENS:
@@ -350,7 +350,7 @@ def _subject(run: Path) -> Subject:
 
 
 def _error(
-    subject: Subject, batch: Sequences, options: furlong.ChunkOptions, loss: float,
+    subject: Subject, batch: TokenSequences, options: furlong.ChunkOptions, loss: float,
     truth: dict[str, torch.Tensor],
 ) -> tuple[float, str]:  # fmt: skip
     longest = max(len(one["labels"]) for one in batch)

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -134,6 +135,35 @@ def test_docstrings_parse_alone():
     assert fragments(SOURCES) == []
 
 
+NAMES_OF_MANY = {
+    "run": "each verb of the command line has one",
+    "candidates": "each planner has one",
+    "OffloadKind": "run files know no plans; tests/test_config.py holds both equal",
+    "OffloadTarget": "as OffloadKind",
+    "IGNORE_INDEX": "data are read without torch; PyTorch's default is the same",
+}
+
+
+def names_of_many(sources):
+    """Public names that several modules define."""
+    owners = defaultdict(list)
+    for module, source in sources.items():
+        for node in ast.parse(source).body:
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    owners[name].append(module)
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)])
+                    | ast.AnnAssign(target=ast.Name(id=name))
+                ):
+                    owners[name].append(module)
+    return {name for name, own in owners.items() if len(own) > 1 and not name.startswith("_")}
+
+
+def test_a_public_name_has_one_owner():
+    assert names_of_many(SOURCES) == {*NAMES_OF_MANY}
+
+
 def test_the_picture_of_contributing_shows_these_floors():
     page = (ROOT.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^(?:│ ([\w, ]+?) +│|(├)─)", page, flags=re.MULTILINE)
@@ -221,6 +251,7 @@ def test_the_rules_can_fail():
     assert len(first_circle(circle, set())) == 3
     attribute = 'class A:\n    n: int\n    """Of the rank."""'
     assert fragments({"a": attribute, "b": '"""Offers."""'}) == ["a: Of the rank."]
+    assert names_of_many({"a": "def f(): ...", "b": "f = 1", "c": "_f = 1"}) == {"f"}
     assert heavy_modules_after("torch") == ["torch"]
     assert floor_of("furlong.utils") is None
 

@@ -14,15 +14,15 @@ from torch.nn.functional import cross_entropy
 
 from furlong.ops.loss import IGNORE_INDEX
 
-Sequences = list[dict[str, Tensor]]
+TokenSequences = list[dict[str, Tensor]]
 Gradients = dict[str, Tensor]
 
 
-def num_labels(sequences: Sequences) -> int:
+def num_labels(sequences: TokenSequences) -> int:
     return sum(int((s["labels"][1:] != IGNORE_INDEX).sum()) for s in sequences)
 
 
-def reference_loss(model: nn.Module, sequences: Sequences, *, backward: bool = True) -> float:
+def reference_loss(model: nn.Module, sequences: TokenSequences, *, backward: bool = True) -> float:
     """Return the mean cross-entropy per label, one whole sequence at a time; adds to `.grad`.
 
     The loss is computed in float32, or float64 for a float64 model, whatever the logits' dtype.

@@ -30,7 +30,7 @@ from furlong.planners.options import ChunkOptions, fixed_options, options_in_wor
 from furlong.planners.setup import given_options
 from furlong.testing import (
     Gradients,
-    Sequences,
+    TokenSequences,
     num_labels,
     reference_loss,
     take_grads,
@@ -93,13 +93,13 @@ class Subject:
         """The engine of all proofs, so that the self-check runs once."""
         return Engine(self.model, max_seq_len=LONGEST_TOKENS, storage=self.storage)
 
-    def chunked(self, batch: Sequences, size: int = CHUNK_SIZE) -> tuple[float, Gradients]:
+    def chunked(self, batch: TokenSequences, size: int = CHUNK_SIZE) -> tuple[float, Gradients]:
         """Return mean loss and gradients, computed in chunks."""
         with Float64():
             loss = self.engine.forward_backward(batch, replace(self.options, size=size)).loss
         return loss, take_grads(self.model)
 
-    def whole(self, batch: Sequences) -> tuple[float, Gradients]:
+    def whole(self, batch: TokenSequences) -> tuple[float, Gradients]:
         """Return mean loss and gradients of the model's own forward."""
         with Float64():
             loss = reference_loss(self.model, batch)
@@ -140,7 +140,7 @@ def spread_weights(model: nn.Module, *, seed: int) -> None:
                 parameter.mul_(_SPREAD)
 
 
-def sequences() -> Sequences:
+def sequences() -> TokenSequences:
     """Return random sequences of `LENS` tokens, the first ones with prompts without labels."""
     generator = torch.Generator().manual_seed(0)
     batch = []
@@ -223,13 +223,13 @@ def _gap(one: float, other: float) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
-def _without_labels(batch: Sequences, changed: int) -> Sequences:
+def _without_labels(batch: TokenSequences, changed: int) -> TokenSequences:
     batch = [dict(sequence) for sequence in batch]
     batch[changed]["labels"] = torch.full_like(batch[changed]["labels"], IGNORE_INDEX)
     return batch
 
 
-def _with_another_token(batch: Sequences, changed: int) -> Sequences:
+def _with_another_token(batch: TokenSequences, changed: int) -> TokenSequences:
     """Change an early and a late token: a sliding window may hide the early one from all labels and
     from the next sequence."""
     batch = [dict(sequence) for sequence in batch]

@@ -23,7 +23,7 @@ from furlong.plan.plan import ChunkPlan, Forward
 from furlong.plan.rows import rows_of
 from furlong.runtime.distributed.mesh import Ranks, make_ranks
 from furlong.testing import (
-    Sequences,
+    TokenSequences,
     num_labels,
     reference_loss,
     relative_error,
@@ -65,7 +65,7 @@ class Case:
             base.model.layers[: self.frozen_layers].requires_grad_(False)
         return _adapted(base) if self.lora else base
 
-    def sequences(self) -> Sequences:
+    def sequences(self) -> TokenSequences:
         return batch(self.seq_lens, masked=self.masked)
 
     def layers_of(self, stage: int) -> range | None:
@@ -128,7 +128,7 @@ def run_case(case: Case, engine: furlong.Engine, ranks: Ranks, own_alone: bool) 
 
 
 def read_by(
-    case: Case, engine: furlong.Engine, ranks: Ranks, sequences: Sequences
+    case: Case, engine: furlong.Engine, ranks: Ranks, sequences: TokenSequences
 ) -> dict[int, dict[str, Tensor]]:
     """The sequences of which a process reads a token; of a middle stage none."""
     q_heads, kv_heads = engine.model.heads
@@ -184,7 +184,7 @@ def worst_error(case: Case, found: Sequence[Found]) -> float:
     return max(errors)
 
 
-def _token_error(model: nn.Module, sequences: Sequences, given: Sequence[Tensor]) -> float:
+def _token_error(model: nn.Module, sequences: TokenSequences, given: Sequence[Tensor]) -> float:
     error = 0.0
     for sequence, losses in zip(sequences, given, strict=True):
         with torch.no_grad():

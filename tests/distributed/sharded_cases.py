@@ -20,7 +20,7 @@ from furlong.errors import FurlongError
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_kept, plan_on_device
 from furlong.runtime.distributed.mesh import make_ranks
-from furlong.testing import Sequences, reference_loss, take_grads, worst_relative_error
+from furlong.testing import TokenSequences, reference_loss, take_grads, worst_relative_error
 
 NUM_LAYERS = 3
 
@@ -79,7 +79,7 @@ class Step:
         start = sum(map(len, self.lens[:replica]))
         return range(start, start + len(self.lens[replica]))
 
-    def sequences(self) -> Sequences:
+    def sequences(self) -> TokenSequences:
         return batch(self.seq_lens, masked=self.masked)
 
     def plan(self, model: nn.Module) -> ChunkPlan:
@@ -172,7 +172,7 @@ def run_steps(
     return found
 
 
-def _evaluated(model: nn.Module, height: int) -> tuple[ChunkPlan, Sequences]:
+def _evaluated(model: nn.Module, height: int) -> tuple[ChunkPlan, TokenSequences]:
     options = {"order": "layer-first", "stage_layers": height}
     step = Step(((3,),) * dist.get_world_size(), options, backward=False)
     return step.plan(model), step.sequences()

@@ -22,14 +22,20 @@ from furlong.plan.plan import Backward, Chunk, Forward, Reduce
 from furlong.planners.orders import plan_on_device
 from furlong.runtime.distributed.mesh import make_ranks
 from furlong.runtime.step import StepResult
-from furlong.testing import Sequences, num_labels, reference_loss, take_grads, worst_relative_error
+from furlong.testing import (
+    TokenSequences,
+    num_labels,
+    reference_loss,
+    take_grads,
+    worst_relative_error,
+)
 
 BOUND = 1e-10
 STEP = Step(((21, 4), (17, 9, 5)))
 OPTIONS = furlong.ChunkOptions(size=8)
 
 
-def truth_of(model: nn.Module, sequences: Sequences) -> tuple[float, dict[str, Tensor]]:
+def truth_of(model: nn.Module, sequences: TokenSequences) -> tuple[float, dict[str, Tensor]]:
     return reference_loss(model, sequences), take_grads(model)
 
 

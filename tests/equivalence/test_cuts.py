@@ -22,7 +22,7 @@ import furlong
 from furlong.errors import UnsupportedModelError
 from furlong.plan.plan import Recompute
 from furlong.runtime.cell import Cell
-from furlong.testing import Sequences, reference_loss, take_grads, worst_relative_error
+from furlong.testing import TokenSequences, reference_loss, take_grads, worst_relative_error
 from furlong.verify import spread_weights
 
 LENS = [21, 4, 17]
@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict] = {
 
 
 @functools.lru_cache(maxsize=2)
-def subject(name: str) -> tuple[nn.Module, Sequences, float, dict, float]:
+def subject(name: str) -> tuple[nn.Module, TokenSequences, float, dict, float]:
     """A model, a batch, the model's own loss and gradients, and the bound."""
     if name in FAMILIES:
         model = build(name, **SETTINGS.get(name, {}))

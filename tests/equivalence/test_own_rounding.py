@@ -14,7 +14,7 @@ from helpers.hybrids import VOCAB_SIZE, build
 from torch import Tensor, nn
 
 import furlong
-from furlong.testing import Sequences, reference_loss, take_grads, worst_error
+from furlong.testing import TokenSequences, reference_loss, take_grads, worst_error
 
 LENS = (70, 33, 9, 5)
 TIMES = 3
@@ -37,12 +37,14 @@ slow, nightly = pytest.mark.slow, pytest.mark.nightly
 Grads = dict[str, Tensor]
 
 
-def own_grads(model: nn.Module, sequences: Sequences) -> Grads:
+def own_grads(model: nn.Module, sequences: TokenSequences) -> Grads:
     reference_loss(model, sequences)
     return take_grads(model)
 
 
-def with_other_inner_chunks(family: str, sequences: Sequences, patch: pytest.MonkeyPatch) -> Grads:
+def with_other_inner_chunks(
+    family: str, sequences: TokenSequences, patch: pytest.MonkeyPatch
+) -> Grads:
     """The gradients of the same weights with inner chunks of half the length."""
     if family in CONFIGURED:
         return own_grads(build(family, wide=False, **{CONFIGURED[family]: 8}), sequences)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from furlong.testing import Sequences
+from furlong.testing import TokenSequences
 
 
 def batch(
     lens: Sequence[int], *, vocab_size: int = 96, seed: int = 0, masked: Sequence[range] = ()
-) -> Sequences:
+) -> TokenSequences:
     """Return random sequences; `masked[i]` are the tokens of sequence i that have no label."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []

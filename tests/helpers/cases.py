@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import furlong
-from furlong.testing import Sequences
+from furlong.testing import TokenSequences
 from helpers.batches import batch
 from helpers.covering import Design, Row
 from helpers.tiny_families import FAMILIES
@@ -80,7 +80,7 @@ class Case:
         """Whether sequences have a third of their tokens, since every token is a chunk."""
         return self.size == 1
 
-    def sequences(self) -> Sequences:
+    def sequences(self) -> TokenSequences:
         lens, masked = _BATCHES[self.batch_name]
         if self.is_short:
             lens, masked = [-(-n // 3) for n in lens], [range(len(own) // 3) for own in masked]

@@ -12,11 +12,11 @@ from furlong.plan.plan import ChunkPlan
 from furlong.runtime.batch import batch_of, shift_labels
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.executor import Executor
-from furlong.testing import Sequences, num_labels
+from furlong.testing import TokenSequences, num_labels
 
 
 def executor_of(
-    model: HFDecoder, plan: ChunkPlan, sequences: Sequences, **settings: Any
+    model: HFDecoder, plan: ChunkPlan, sequences: TokenSequences, **settings: Any
 ) -> Executor:
     """Return an executor for a plan of one rank; `settings` override its default arguments."""
     own = {

@@ -15,7 +15,7 @@ from furlong.plan.plan import FIRST_PROCESS, Backward, Chunk, ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import assemble, stages_of, walk_groups
 from furlong.runtime.distributed.comms import Comms
-from furlong.testing import Sequences
+from furlong.testing import TokenSequences
 from helpers.executors import executor_of
 
 
@@ -48,7 +48,7 @@ def on_one(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def obey(
-    model: nn.Module, plan: ChunkPlan, sequences: Sequences, exchange: Exchange | None,
+    model: nn.Module, plan: ChunkPlan, sequences: TokenSequences, exchange: Exchange | None,
     process: int = 0, add_up: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> tuple[float, list[Tensor]]:  # fmt: skip
     """Run a plan. Return the summed loss and the token losses; gradients of this process's rows are

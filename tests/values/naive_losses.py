@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import furlong
-from furlong.testing import Sequences
+from furlong.testing import TokenSequences
 
 COLUMNS = ("log_prob", "entropy", "log_sum_exp", "mean_logit", "kl")
 Columns = list[dict[str, Tensor]]
@@ -35,7 +35,7 @@ def shared(family: str = "llama") -> tuple[Any, furlong.Engine]:
     return model, furlong.Engine(model)
 
 
-def answers() -> Sequences:
+def answers() -> TokenSequences:
     """Two answers to each of two prompts, with what a teacher and an older policy said of them."""
     sequences = batch([37, 30, 9, 6], masked=[range(20), range(20), range(4), range(4)])
     generator = torch.Generator().manual_seed(1)
@@ -48,7 +48,7 @@ def answers() -> Sequences:
     return sequences
 
 
-def whole_values(model: Any, sequences: Sequences) -> list[Tensor]:
+def whole_values(model: Any, sequences: TokenSequences) -> list[Tensor]:
     """Log-probabilities by the model's own forward, one sequence at a time."""
     found = []
     for sequence in sequences:
@@ -60,7 +60,7 @@ def whole_values(model: Any, sequences: Sequences) -> list[Tensor]:
     return found
 
 
-def whole_columns(model: Any, sequences: Sequences) -> Columns:
+def whole_columns(model: Any, sequences: TokenSequences) -> Columns:
     """The columns from the whole logits of the model's own forward."""
     return [_whole(model, sequence) for sequence in sequences]
 
@@ -93,7 +93,7 @@ def _whole(model: Any, sequence: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _sums(columns: Columns, sequences: Sequences) -> list[Tensor]:
+def _sums(columns: Columns, sequences: TokenSequences) -> list[Tensor]:
     """The log-ratio of each answer to the older policy."""
     return [
         (own["log_prob"] - torch.where(s["labels"] != -100, s["old"], 0.0))[1:].sum()
@@ -101,12 +101,12 @@ def _sums(columns: Columns, sequences: Sequences) -> list[Tensor]:
     ]
 
 
-def dpo(columns: Columns, sequences: Sequences) -> Tensor:
+def dpo(columns: Columns, sequences: TokenSequences) -> Tensor:
     a, b, c, d = _sums(columns, sequences)
     return -(logsigmoid(0.1 * (a - b)) + logsigmoid(0.1 * (c - d))) / 2
 
 
-def kto(columns: Columns, sequences: Sequences) -> Tensor:
+def kto(columns: Columns, sequences: TokenSequences) -> Tensor:
     ratios = _sums(columns, sequences)
     reference = torch.stack(ratios).mean().detach().clamp(min=0)
     wanted = [1 - torch.sigmoid(0.1 * (r - reference)) for r in ratios[::2]]
@@ -114,7 +114,7 @@ def kto(columns: Columns, sequences: Sequences) -> Tensor:
     return torch.stack([*wanted, *unwanted]).mean()
 
 
-def grpo(columns: Columns, sequences: Sequences) -> Tensor:
+def grpo(columns: Columns, sequences: TokenSequences) -> Tensor:
     """Clipped ratios and the k3 estimate of the divergence, a mean over tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for own, sequence, advantage in zip(columns, sequences, (1.3, -0.7, 0.4, -1.1), strict=True):
@@ -128,7 +128,7 @@ def grpo(columns: Columns, sequences: Sequences) -> Tensor:
     return total / count
 
 
-def every_column(columns: Columns, sequences: Sequences) -> Tensor:
+def every_column(columns: Columns, sequences: TokenSequences) -> Tensor:
     """Sums that `test_token_loss` takes in one phase."""
     return sum(  # type: ignore[return-value]
         (own["entropy"] - 0.1 * own["mean_logit"] + 1e-3 * own["log_sum_exp"] ** 2).sum()
@@ -137,6 +137,6 @@ def every_column(columns: Columns, sequences: Sequences) -> Tensor:
     )
 
 
-LOSSES: dict[str, Callable[[Columns, Sequences], Tensor]] = {
+LOSSES: dict[str, Callable[[Columns, TokenSequences], Tensor]] = {
     "dpo": dpo, "kto": kto, "grpo": grpo, "every column": every_column,
 }  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import furlong
-from furlong.testing import Sequences, take_grads, worst_relative_error
+from furlong.testing import TokenSequences, take_grads, worst_relative_error
 
 BOUND = 1e-12
 IDS = torch.randint(3, 96, (4, 60), generator=torch.Generator().manual_seed(4))
@@ -79,7 +79,7 @@ def test_any_calls_under_one_loss(
 ) -> None:
     model, engine = shared(family)
     shares = family != "mixtral"  # its router rounds to float32 what answers add up at a prompt
-    batches: list[Sequences] = [[first, *more] for first, more in calls]
+    batches: list[TokenSequences] = [[first, *more] for first, more in calls]
     whole = [own for sequences in batches for own in whole_values(model, sequences)]
     loss_of(whole, uses).backward()
     truth = take_grads(model)

@@ -21,7 +21,7 @@ from torch import Tensor
 import furlong
 from furlong.plan.lengths import Call
 from furlong.runtime.batch import join_prompts, shift_labels
-from furlong.testing import Sequences, take_grads, worst_relative_error
+from furlong.testing import TokenSequences, take_grads, worst_relative_error
 
 OTHERS = batch([11, 50], seed=5)
 
@@ -52,7 +52,10 @@ def counted(model: Any, first: Callable[[], object] = lambda: None) -> Any:
 
 
 def errors(
-    model: Any, sequences: Sequences, loss: Callable[[list[Tensor]], Tensor] = loss_of, **dials: Any
+    model: Any,
+    sequences: TokenSequences,
+    loss: Callable[[list[Tensor]], Tensor] = loss_of,
+    **dials: Any,
 ) -> tuple[float, float]:
     """Of the values and of the gradients."""
     truth = whole_values(model, sequences)
@@ -122,22 +125,22 @@ def test_the_prompt_is_computed_once(model: Any) -> None:
     model.zero_grad()
 
 
-def with_labelled_prompts() -> Sequences:
+def with_labelled_prompts() -> TokenSequences:
     return [{"input_ids": s["input_ids"], "labels": s["input_ids"]} for s in NESTED.answers()]
 
 
-def one_ends_where_others_go_on() -> Sequences:
+def one_ends_where_others_go_on() -> TokenSequences:
     first = FOUR.answers()[0]
     ended = {name: x[:75] for name, x in first.items()}
     labelled = {"input_ids": ended["input_ids"], "labels": ended["input_ids"].clone()}
     return [*FOUR.answers(), labelled]
 
 
-def equal_sequences() -> Sequences:
+def equal_sequences() -> TokenSequences:
     return [PAIR.answers()[0]] * 3 + [OTHERS[0]]
 
 
-def equal_but_for_the_last_token() -> Sequences:
+def equal_but_for_the_last_token() -> TokenSequences:
     one = PAIR.answers()[0]
     other = {name: x.clone() for name, x in one.items()}
     other["input_ids"][-1] = other["labels"][-1] = (one["input_ids"][-1] + 1) % 90
@@ -149,7 +152,7 @@ def equal_but_for_the_last_token() -> Sequences:
     [with_labelled_prompts, one_ends_where_others_go_on, equal_sequences,
      equal_but_for_the_last_token],
 )  # fmt: skip
-def test_odd_batches_are_exact(model: Any, make: Callable[[], Sequences]) -> None:
+def test_odd_batches_are_exact(model: Any, make: Callable[[], TokenSequences]) -> None:
     assert max(errors(model, make(), size=16, keep="kv")) <= 1e-12
 
 
