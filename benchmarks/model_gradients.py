@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import furlong
 from furlong.errors import UserError
 from furlong.testing import TokenSequences, reference_loss, take_grads
-from furlong.verify import EXACT, spread_weights
+from furlong.verify import EXACT_BOUND, spread_weights
 
 LENS = (61, 20, 9)
 CHUNK_SIZE = 13
@@ -50,7 +50,7 @@ _NUM_MORE = 7
 OUTCOMES = {
     "wrong": "other gradients than the model's own, or another loss",
     "crash": "furlong fails with something else than a refusal",
-    "exact": f"the model's own gradients to at most {EXACT:g}",
+    "exact": f"the model's own gradients to at most {EXACT_BOUND:g}",
     "rounded": f"at most {ROUNDED:g}, where transformers itself rounds to float32: its own "
     "gradients move too when its sequences go through it at once",
     "widened": f"at most {WIDENED:g} where the float32 in transformers' modeling file is made "
@@ -120,13 +120,13 @@ def _outcome(model_type: str, *, wide: bool = False) -> tuple[str, ...]:
         return "crash", f"{type(error).__name__}: {error}"
     again_loss, again = _true_gradients(model, sequences)
     noise = max(worst_error(again, truth)[0], _relative(again_loss, loss))
-    if noise > EXACT:
+    if noise > EXACT_BOUND:
         return "unprovable", f"its own gradients differ by {noise:.1e} from run to run"
     control, _ = worst_error(_true_gradients(model, cut(sequences))[1], truth)
     if not control > _CONTROL_MOVES:
         return "unprovable", f"cut without a relay its gradients move by {control:.1e} only"
     own = own_rounding(model, sequences, truth)
-    may_round = not wide and own > EXACT
+    may_round = not wide and own > EXACT_BOUND
     outcome = _judged(worst, may_round, wide)
     if outcome == "wrong":
         told = f"{worst:.1e} ({where}), its own {own:.1e}"
@@ -160,7 +160,7 @@ def _cut_outcome(
 def _judged(worst: float, may_round: bool, wide: bool) -> str:
     if wide:
         return "widened" if worst <= WIDENED else "wrong"
-    if worst <= EXACT:
+    if worst <= EXACT_BOUND:
         return "exact"
     return "rounded" if worst <= ROUNDED and may_round else "wrong"
 
@@ -284,7 +284,7 @@ def worst_error(given: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[flo
     worst, where = 0.0, ""
     for name, gradient in truth.items():
         own = float(gradient.norm())
-        scale = max(own, 1e-9 * total) if own > EXACT * total else total
+        scale = max(own, 1e-9 * total) if own > EXACT_BOUND * total else total
         error = float((given[name] - gradient).norm())
         error = error / scale if error else 0.0
         if not error <= worst:  # so that NaN is the worst of all

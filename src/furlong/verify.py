@@ -39,7 +39,7 @@ from furlong.testing import (
 from furlong.train.run_model import read_model_config
 from furlong.units import format_seconds
 
-EXACT = 1e-12
+EXACT_BOUND = 1e-12
 RECURRENT = 1e-9
 """Bound for recurrent layers: they sum over inner chunks, and gradients partly cancel."""
 CHUNK_SIZE = 16
@@ -123,7 +123,7 @@ def build_subject(
         base.set_attn_implementation("eager")  # SDPA has no softcap
     spread_weights(model, seed=0)
     is_recurrent = family_of(config.model_type).recurrent != "none"
-    return Subject(model, options, RECURRENT if is_recurrent else EXACT, storage)
+    return Subject(model, options, RECURRENT if is_recurrent else EXACT_BOUND, storage)
 
 
 def spread_weights(model: nn.Module, *, seed: int) -> None:

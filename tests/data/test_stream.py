@@ -20,7 +20,7 @@ from tiny_tokenizers import byte_tokenizer
 
 from furlong.config.schema import DataConfig
 from furlong.data import stream
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import LoaderState, TrainBatch
 from furlong.data.stream import SharedBlocks, StreamSet
 from furlong.errors import DataError, LinkError, UserError
 from furlong.plan.lengths import StepSize
@@ -52,7 +52,7 @@ def open_stream(path: Any, said: list[str] | None = None, **settings: Any) -> St
     return StreamSet(config, byte_tokenizer(), seed=3, say=say, shared=shared)
 
 
-def drawn(batches: Iterator[Batch], count: int) -> list[list[tuple[str, bytes]]]:
+def drawn(batches: Iterator[TrainBatch], count: int) -> list[list[tuple[str, bytes]]]:
     """Origins and tokens of some batches."""
     return [
         [(one.origin, one.input_ids.tobytes()) for one in batch.sequences]

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 from furlong.api import Engine
 from furlong.cli.main import main
-from furlong.data.loader import Batch
+from furlong.data.loader import TrainBatch
 
 STEPS = ("--train.steps=5", "--train.epochs=null", "--model.dtype=float64")
 
@@ -144,7 +144,7 @@ def test_another_layout_goes_on(
 def has_no_memory(arguments: list[str], at: int, number: int) -> None:
     """A process runs out of memory in its second step, after `at` actions; after none it has not
     even its tokens."""
-    run, part, steps = Engine.run_made, Batch.part, count(1)
+    run, part, steps = Engine.run_made, TrainBatch.part, count(1)
 
     def no_part(self: Any, *args: Any) -> Any:
         if next(steps) == 2:
@@ -165,7 +165,7 @@ def has_no_memory(arguments: list[str], at: int, number: int) -> None:
         if at:
             Engine.run_made = short  # type: ignore[method-assign]
         else:
-            Batch.part = no_part  # type: ignore[method-assign]
+            TrainBatch.part = no_part  # type: ignore[method-assign]
     command(arguments)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from furlong.config.sources import build_run
-from furlong.data.loader import Batch
+from furlong.data.loader import TrainBatch
 from furlong.train.batches import BatchEngine
 from furlong.train.checkpoints import Checkpoints
 from furlong.train.evaluation import Evaluation
@@ -39,7 +39,7 @@ class BareTrainer(Trainer):
         folder: Path,
         engine: Any,
         model: Any,
-        batches: Sequence[Batch],
+        batches: Sequence[TrainBatch],
         fitting: Fitting,
         *,
         num_steps: int,
@@ -74,7 +74,7 @@ class BareTrainer(Trainer):
         make_state(self.optimizer)
         self.used = self._used_memory()
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TrainBatch]:
         return iter(self._given)
 
     def save(self) -> None:

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from furlong.api import Engine
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import LoaderState, TrainBatch
 from furlong.data.tokenize import Sequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
@@ -33,7 +33,7 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double().train()
 
 
-def make_batches() -> list[Batch]:
+def make_batches() -> list[TrainBatch]:
     draw = np.random.default_rng(0)
     sequences = []
     for seq_id, seq_len in enumerate(LENS):
@@ -42,13 +42,15 @@ def make_batches() -> list[Batch]:
         labels[: draw.integers(0, 1 + seq_len // 2)] = IGNORE_INDEX
         sequences.append(Sequence(seq_id, "drawn", ids, labels))
     return [
-        Batch(tuple(sequences[:1]), LoaderState(0, 1)),
-        Batch((sequences[1],), LoaderState(0, 2)),
-        Batch(tuple(sequences[2:]), LoaderState(1, 0)),
+        TrainBatch(tuple(sequences[:1]), LoaderState(0, 1)),
+        TrainBatch((sequences[1],), LoaderState(0, 2)),
+        TrainBatch(tuple(sequences[2:]), LoaderState(1, 0)),
     ]
 
 
-def true_losses(model: LlamaForCausalLM, batches: list[Batch]) -> tuple[list[int], list[float]]:
+def true_losses(
+    model: LlamaForCausalLM, batches: list[TrainBatch]
+) -> tuple[list[int], list[float]]:
     """Position and loss of every token with a label."""
     positions, losses = [], []
     for batch in batches:

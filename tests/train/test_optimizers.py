@@ -25,7 +25,7 @@ from furlong.api import Engine
 from furlong.cli.main import main
 from furlong.config.schema import TrainConfig
 from furlong.config.sources import build_run, parse_run
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import LoaderState, TrainBatch
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.errors import ConfigError
 from furlong.models.build import build_model
@@ -122,7 +122,7 @@ def test_twenty_steps_are_those_of_transformers_trainer(tmp_path: Path, name: st
     ).train()  # fmt: skip
 
     batches = [
-        Batch(tuple(known[3 * step : 3 * step + 3]), LoaderState(0, step + 1))
+        TrainBatch(tuple(known[3 * step : 3 * step + 3]), LoaderState(0, step + 1))
         for step in range(NUM_STEPS)
     ]
     model = tiny()

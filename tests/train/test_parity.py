@@ -12,7 +12,7 @@ from helpers.bare_trainers import BareTrainer, Evaluating
 from transformers import LlamaConfig, get_scheduler
 
 from furlong.api import Engine
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import LoaderState, TrainBatch
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model, export_model
 from furlong.planners.options import ChunkOptions
@@ -39,7 +39,7 @@ HF_SCHEDULES: dict[str, tuple[str, Any]] = {
 }
 
 
-def make_batches() -> list[Batch]:
+def make_batches() -> list[TrainBatch]:
     """Batches of short and long sequences with masked prompts; one chunk and more has no label."""
     draw = np.random.default_rng(5)
     batches = []
@@ -50,7 +50,7 @@ def make_batches() -> list[Batch]:
             labels = ids.copy()
             labels[: draw.integers(0, seq_len + 1)] = IGNORE_INDEX
             sequences.append(Sequence(seq_id, f"step {step}", ids, labels))
-        batches.append(Batch(tuple(sequences), LoaderState(0, step + 1)))
+        batches.append(TrainBatch(tuple(sequences), LoaderState(0, step + 1)))
     assert all(batch.num_valid_tokens for batch in batches)
     return batches
 
@@ -65,7 +65,7 @@ def build(tmp_path: Path, family: str, lora: bool) -> Any:
 
 
 def plain_loop(
-    model: Any, batches: list[Batch], max_grad_norm: float, schedule: str
+    model: Any, batches: list[TrainBatch], max_grad_norm: float, schedule: str
 ) -> tuple[list[float], list[float]]:
     """What a user of transformers would write: losses before each update, gradient norms."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
@@ -144,7 +144,7 @@ def test_steps_are_those_of_a_plain_loop(
     assert report.eval_loss_after == pytest.approx(expected, rel=1e-10)
 
 
-def _loss_sum(model: Any, batch: Batch) -> float:
+def _loss_sum(model: Any, batch: TrainBatch) -> float:
     total = 0.0
     with torch.no_grad():
         for sequence in batch.tensors():

@@ -15,7 +15,7 @@ import torch
 from helpers.bare_trainers import BareTrainer
 
 from furlong.cost.shape import model_shape
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import LoaderState, TrainBatch
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.errors import DivergenceError
 from furlong.plan.plan import ChunkPlan
@@ -68,13 +68,13 @@ class FixedEngine:
         return StepResult(loss, loss, 1, Timeline(records), plan=self.plan)
 
 
-def make_batch(num_labels: int) -> Batch:
+def make_batch(num_labels: int) -> TrainBatch:
     ids = np.arange(5, dtype=np.int32)
     labels = np.where(np.arange(5) >= 5 - num_labels, ids, IGNORE_INDEX).astype(np.int32)
-    return Batch((Sequence(7, "book.txt", ids, labels),), LoaderState(0, 1))
+    return TrainBatch((Sequence(7, "book.txt", ids, labels),), LoaderState(0, 1))
 
 
-def run(tmp_path: Path, engine: Any, batches: list[Batch], num_steps: int, **more: Any) -> Any:
+def run(tmp_path: Path, engine: Any, batches: list[TrainBatch], num_steps: int, **more: Any) -> Any:
     """The trainer after its steps."""
     trainer = BareTrainer(
         tmp_path, engine, engine.model, batches, Fitting(OPTIONS), num_steps=num_steps, **more
@@ -207,5 +207,5 @@ def test_the_engine_gets_sequences_on_the_cpu() -> None:
         ranks=None, model=model, forward_backward=lambda sequences, *_, **__: seen.extend(sequences)
     )
     ids = np.arange(5, dtype=np.int32)
-    BatchEngine(engine).compute(Batch((Sequence(0, "", ids, ids),), LoaderState()), OPTIONS)
+    BatchEngine(engine).compute(TrainBatch((Sequence(0, "", ids, ids),), LoaderState()), OPTIONS)
     assert [x.device.type for x in seen[0].values()] == ["cpu", "cpu"]

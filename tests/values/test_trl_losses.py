@@ -12,7 +12,7 @@ from torch import Tensor
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl_cases import common, pairs, small, tokenizer, words
 
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import LoaderState, TrainBatch
 from furlong.data.tokenize import Sequence
 from furlong.train.objective import AnswerLogProb, AnswerLoss, KTOLoss, PairLoss
 
@@ -42,7 +42,7 @@ def loss_of(objective: AnswerLoss, units: list[list[AnswerLogProb]]) -> float:
     )
     learnt = objective.num_learnt
     beside = [one for unit in units for one in unit[learnt:]]
-    shared = objective.shared(Batch(sequences, LoaderState()), beside)
+    shared = objective.shared(TrainBatch(sequences, LoaderState()), beside)
     return float(sum(objective.term(unit[:learnt], shared) for unit in units)) / len(units)
 
 

@@ -27,7 +27,7 @@ from furlong.runtime import executor
 from furlong.runtime.cell import Cell
 from furlong.testing import take_grads
 from furlong.verify import (
-    EXACT,
+    EXACT_BOUND,
     RECURRENT,
     Finding,
     Subject,
@@ -80,7 +80,7 @@ def marked(name: str) -> Any:
 def test_a_sound_engine_passes(family: str) -> None:
     """Gemma 2's softmax and norms are computed in float32, by transformers itself."""
     subject = subject_of(family)
-    assert subject.bound == EXACT
+    assert subject.bound == EXACT_BOUND
     for check in (check_gradients, check_isolation, check_accumulation):
         finding = check(subject)
         assert finding.passed, finding

@@ -42,7 +42,7 @@ class LoaderState:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainBatch:
     """The sequences of one optimizer step, and the state after them.
 
     Tokens stay on disk until `tensors` or `part` reads them into CPU memory; the engine sends those
@@ -180,7 +180,7 @@ def describe_batches(epochs: Epochs, noun: str = "sequence") -> str:
 
 def iterate_batches(
     sequences: Sequences, units: Units, epochs: Epochs, *, state: LoaderState = LoaderState()
-) -> Iterator[Batch]:
+) -> Iterator[TrainBatch]:
     """Yield batches without end, in a new order in each epoch.
 
     Args:
@@ -194,21 +194,21 @@ def iterate_batches(
         batches = epochs.batches(epoch)
         for number in range(first, len(batches)):
             last = number + 1 == len(batches)
-            yield Batch(
+            yield TrainBatch(
                 _drawn(sequences, units[batches[number]]),
                 LoaderState(epoch + 1, 0) if last else LoaderState(epoch, number + 1),
             )
         epoch, first = epoch + 1, 0
 
 
-def in_order(sequences: Sequences, units: Units, size: StepSize) -> Iterator[Batch]:
+def in_order(sequences: Sequences, units: Units, size: StepSize) -> Iterator[TrainBatch]:
     """Yield the batches of one pass without shuffling, for an evaluation."""
     lens: Items[int] = range(len(units))
     if size.tokens is not None:
         lens = [sum(own.seq_len for own in _drawn(sequences, units[i : i + 1])) for i in lens]
     start = 0
     for number, stop in enumerate(size.stops(lens), start=1):
-        yield Batch(_drawn(sequences, units[start:stop]), LoaderState(0, number))
+        yield TrainBatch(_drawn(sequences, units[start:stop]), LoaderState(0, number))
         start = stop
 
 
@@ -229,7 +229,9 @@ def _drawn(sequences: Sequences, units: Units) -> tuple[Sequence, ...]:
     return tuple(sequences[row] for row in sequence_indices(units).tolist())
 
 
-def with_lookahead(batches: Iterator[Batch], on_next: Callable[[Batch], None]) -> Iterator[Batch]:
+def with_lookahead(
+    batches: Iterator[TrainBatch], on_next: Callable[[TrainBatch], None]
+) -> Iterator[TrainBatch]:
     """Yield the batches; `on_next` is called with each before the one in front of it is yielded."""
     following = next(batches)
     on_next(following)

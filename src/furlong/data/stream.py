@@ -46,7 +46,7 @@ from furlong.data.dataset import (
     unknown_token,
 )
 from furlong.data.formats import Reading, encode, read_whole
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import LoaderState, TrainBatch
 from furlong.data.records import Notes, SourceRecord, left_out, read_records
 from furlong.data.sources import list_files, printable
 from furlong.data.tokenize import Encoded, Sequence, token_in_words, tokenizer_checksum
@@ -576,7 +576,7 @@ class StreamSet:
         of = f"{size} sequences" if size.tokens is None else str(size)
         return f"batches of {of}; plans are for {self.longest:,} tokens, which one may have"
 
-    def batches(self, size: StepSize, state: LoaderState) -> Iterator[Batch]:
+    def batches(self, size: StepSize, state: LoaderState) -> Iterator[TrainBatch]:
         """Yield batches without end, from a state of `Batch.next_state` on. Raises DataError."""
         self._begin(state)
         while True:
@@ -590,7 +590,7 @@ class StreamSet:
                     break
                 drawn.append(reader.take())
             cursors = tuple(asdict(reader.cursor) for reader in self._readers)
-            yield Batch(tuple(drawn), LoaderState(sources=cursors))
+            yield TrainBatch(tuple(drawn), LoaderState(sources=cursors))
 
     def close(self) -> None:
         """Stop reading, and remove the shared blocks."""

@@ -56,7 +56,7 @@ from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline
 from furlong.runtime.distributed.consensus import (
     Facts,
     agree,
-    require_equal,
+    require_equal_models,
     run_on_all,
 )
 from furlong.runtime.distributed.failures import is_lost, leave, lost
@@ -334,7 +334,7 @@ class Session:
         if self.ranks is not None:
             base = self.model.base
             settings = {"max_seq_len": str(self.max_seq_len), "mode": mode_of(base)}
-            require_equal(
+            require_equal_models(
                 self.model, self.ranks, self.compute_dtype, settings, module_facts(base),
                 are_known=self.state.ranks is not None,
             )  # fmt: skip

@@ -39,9 +39,9 @@ from furlong.runtime.batch import (
 from furlong.runtime.distributed.comms import require_layout
 from furlong.runtime.distributed.consensus import (
     Facts,
-    Planned,
+    ReplicaPlan,
     checksum_of,
-    joined,
+    join_brought,
     run_on_all,
 )
 from furlong.runtime.executor import Executor
@@ -231,7 +231,7 @@ def own_plan(
     num_valid_tokens: int | None,
     *,
     backward: bool,
-) -> tuple[tuple[Batch, Planned], Facts, tuple[Planned | None, int]]:
+) -> tuple[tuple[Batch, ReplicaPlan], Facts, tuple[ReplicaPlan | None, int]]:
     """Plan this replica's sequences, for `consensus.agree`; see `whole_plan`. `read` returns their
     batch."""
     batch, ranks = read(), session.ranks
@@ -239,7 +239,7 @@ def own_plan(
     planner = planner_of(session, options, backward=backward)
     plan = planner([len(tree.input_ids) for tree in batch.planned], batch.forks)
     seed = drawn_seed(plan, options)
-    found = Planned(plan, labelled_chunks(plan, batch), batch.num_labels or 0, seed)
+    found = ReplicaPlan(plan, labelled_chunks(plan, batch), batch.num_labels or 0, seed)
     if ranks is None:
         return (batch, found), {}, (None, session.lacks(plan.stages))
     _require_stage(session, plan, ranks.stage)
@@ -257,14 +257,14 @@ def own_plan(
 def whole_plan(
     session: Session,
     options: ChunkOptions,
-    own: tuple[Batch, Planned],
-    each: Sequence[tuple[Planned | None, int]],
+    own: tuple[Batch, ReplicaPlan],
+    each: Sequence[tuple[ReplicaPlan | None, int]],
 ) -> tuple[ChunkPlan, Batch, range]:
     """Join the plans of all replicas, brought by `own_plan`; return the plan, its batch, and the
     seq_ids of this replica's sequences."""
     (batch, found), ids = own, range(len(own[0].sequences))
     if session.ranks is not None:
-        found, ids = joined(session.ranks, [planned for planned, _ in each])
+        found, ids = join_brought(session.ranks, [planned for planned, _ in each])
         whole = among(dict(zip(ids, batch.sequences, strict=True)), found.plan.seq_lens)
         batch = replace(whole, num_labels=found.num_labels)
     require_checked(session, found.plan, [lacks for _, lacks in each])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from furlong.data.loader import Batch
+from furlong.data.loader import TrainBatch
 from furlong.data.tokenize import IGNORE_INDEX
 from furlong.errors import ElsewhereError, reason_of
 from furlong.plan.plan import ChunkPlan, Layout
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from furlong.runtime.step import StepResult
 
 
-Work = Callable[[Sequence[int]], Sequence[float]]
+WorkOf = Callable[[Sequence[int]], Sequence[float]]
 """Maps sequence lengths to the quantity to balance over replicas, such as FLOPs."""
 
 Seconds = Callable[[ChunkPlan], float]
@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
     backward: bool = True
 
     @classmethod
-    def of(cls, batch: Batch, options: ChunkOptions, *, backward: bool = True) -> Wanted:
+    def of(cls, batch: TrainBatch, options: ChunkOptions, *, backward: bool = True) -> Wanted:
         """Return the key of a batch, without sampling, which is applied to the plan later."""
         return cls(batch.seq_lens, replace(options, sample=None), backward)
 
@@ -75,7 +75,7 @@ class BatchPlanner:
     """
 
     layout: Layout
-    work: Work
+    work: WorkOf
     num_layers: int
     stages: Sequence[int] = ()
     """Layers of each pipeline stage."""
@@ -179,7 +179,7 @@ class BatchEngine:
         self,
         engine: Engine,
         processes: Processes = ALONE,
-        work: Work = lambda seq_lens: seq_lens,
+        work: WorkOf = lambda seq_lens: seq_lens,
         stages: Sequence[int] = (),
         alternatives: BatchPlans | None = None,
         seconds: Seconds = lambda plan: 0.0,
@@ -225,14 +225,14 @@ class BatchEngine:
         """Seconds that the last step waited for its plan; None without ranks."""
         return None if self._plans is None else self._plans.waited_s
 
-    def expect(self, batch: Batch, options: ChunkOptions) -> None:
+    def expect(self, batch: TrainBatch, options: ChunkOptions) -> None:
         """Start to plan a batch that `compute` will train."""
         if self._plans is not None and batch.num_valid_tokens:
             self._plans.expect(Wanted.of(batch, options))
 
     def compute(
         self,
-        batch: Batch,
+        batch: TrainBatch,
         options: ChunkOptions,
         *,
         backward: bool = True,
@@ -258,7 +258,7 @@ class BatchEngine:
             if not made:
                 self.method, plan, step_s = plans.get(Wanted.of(batch, options, backward=backward))
                 allow_time(limit_of_step(step_s))
-                made.append(with_draw(plan, batch, options) if backward else plan)
+                made.append(with_drawn_chunks(plan, batch, options) if backward else plan)
             return made[0], batch.part(self.engine.reads(made[0]))
 
         return self.engine.run_made(make, batch.num_valid_tokens, weights=weights, watch=watch)
@@ -289,7 +289,7 @@ def drawn_share(plan: ChunkPlan | None) -> float | None:
     return num_drawn(plan) / len(plan.chunks)
 
 
-def with_draw(plan: ChunkPlan, batch: Batch, options: ChunkOptions) -> ChunkPlan:
+def with_drawn_chunks(plan: ChunkPlan, batch: TrainBatch, options: ChunkOptions) -> ChunkPlan:
     """Return the plan with the chunks that `options` sample, if any; equal on all processes, as it
     depends on the whole batch's labels."""
     if options.sampling is None:
@@ -297,7 +297,7 @@ def with_draw(plan: ChunkPlan, batch: Batch, options: ChunkOptions) -> ChunkPlan
     return sampled(plan, options.sampling, _labelled(plan, batch))
 
 
-def _labelled(plan: ChunkPlan, batch: Batch) -> set[int]:
+def _labelled(plan: ChunkPlan, batch: TrainBatch) -> set[int]:
     """Return the chunks of cut sequences that have a (shifted) label."""
     found = set()
     for index in {chunk for group in plan.groups.values() for chunk in group}:

@@ -19,9 +19,9 @@ from furlong.data.cache import cache_folder
 from furlong.data.chat import DATE
 from furlong.data.dataset import DataSet, describe_shared, load_data
 from furlong.data.loader import (
-    Batch,
     Epochs,
     LoaderState,
+    TrainBatch,
     count_steps,
     describe_batches,
     iterate_batches,
@@ -225,7 +225,7 @@ def shared_blocks(config: RunConfig, processes: Processes) -> Callable[[], Share
 
 def batches_of(
     settings: TrainConfig, train: DataSet | StreamSet, state: LoaderState
-) -> Iterator[Batch]:
+) -> Iterator[TrainBatch]:
     """The global batches of a run from a state on, endless."""
     if isinstance(train, StreamSet):
         return train.batches(step_size(settings), state)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from furlong.data.dataset import DataSet
-from furlong.data.loader import Batch, Units, sequence_indices
+from furlong.data.loader import TrainBatch, Units, sequence_indices
 from furlong.data.tokenize import Sequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
@@ -61,7 +61,7 @@ class Evaluation:
 
 def evaluate(
     engine: BatchEngine,
-    batches: Iterable[Batch],
+    batches: Iterable[TrainBatch],
     fitting: Fitting,
     *,
     objective: Objective | None = None,
@@ -85,7 +85,7 @@ def evaluate(
             if batch.num_valid_tokens == 0:
                 continue
 
-            def call(options: ChunkOptions, batch: Batch = batch) -> StepResult:
+            def call(options: ChunkOptions, batch: TrainBatch = batch) -> StepResult:
                 if used is not None:
                     used.restart()
                 watch = used.check if used is not None else lambda: None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from furlong.data.dataset import DataSet
-    from furlong.data.loader import Batch
+    from furlong.data.loader import TrainBatch
     from furlong.data.stream import StreamSet
     from furlong.data.tokenize import Sequence as Tokens
     from furlong.runtime.step import StepResult
@@ -63,7 +63,7 @@ class Objective:
     def compute(
         self,
         engine: BatchEngine,
-        batch: Batch,
+        batch: TrainBatch,
         options: ChunkOptions,
         *,
         backward: bool = True,
@@ -78,15 +78,15 @@ class Objective:
         `size` as `chunks.size`; () if a step is one plan."""
         return ()
 
-    def num_terms(self, batch: Batch) -> int:
+    def num_terms(self, batch: TrainBatch) -> int:
         """Return the number of terms in a batch's mean loss."""
         return batch.num_valid_tokens
 
-    def num_of(self, figure: str, batch: Batch) -> int:
+    def num_of(self, figure: str, batch: TrainBatch) -> int:
         """Return the number of terms that a metric is the mean of."""
         return self.num_terms(batch)
 
-    def learnt(self, batch: Batch) -> Batch:
+    def learnt(self, batch: TrainBatch) -> TrainBatch:
         """Return the part of a batch that is trained on."""
         return replace(batch, sequences=tuple(self._learnt(batch.sequences)))
 
@@ -127,7 +127,7 @@ class AnswerLoss(Objective):
     unit_size = 2
     needs_reference = True
 
-    def shared(self, batch: Batch, beside: Sequence[AnswerLogProb]) -> float:
+    def shared(self, batch: TrainBatch, beside: Sequence[AnswerLogProb]) -> float:
         """Return a number of the whole batch for each `term`. `beside`: answers not trained on."""
         raise NotImplementedError
 
@@ -154,13 +154,13 @@ class AnswerLoss(Objective):
                 change="remove chunks.sample",
             )
 
-    def num_terms(self, batch: Batch) -> int:
+    def num_terms(self, batch: TrainBatch) -> int:
         return len(batch.sequences) // 2
 
     def compute(
         self,
         engine: BatchEngine,
-        batch: Batch,
+        batch: TrainBatch,
         options: ChunkOptions,
         *,
         backward: bool = True,
@@ -215,7 +215,7 @@ class AnswerLoss(Objective):
     def _alone(
         self,
         engine: BatchEngine,
-        batch: Batch,
+        batch: TrainBatch,
         options: ChunkOptions,
         backward: bool,
         watch: Callable[[], None],
@@ -288,7 +288,7 @@ class PairLoss(AnswerLoss):
     format = "preference"
     num_learnt = 2
 
-    def shared(self, batch: Batch, beside: Sequence[AnswerLogProb]) -> float:
+    def shared(self, batch: TrainBatch, beside: Sequence[AnswerLogProb]) -> float:
         """Return the weight of a chosen token's cross-entropy in its pair's loss."""
         num_tokens = sum(one.num_valid_tokens for one in batch.sequences[::2])
         return self.sft_weight * self.num_terms(batch) / num_tokens
@@ -342,7 +342,7 @@ class KTOLoss(AnswerLoss):
     name = "kto"
     format = "unpaired"
 
-    def shared(self, batch: Batch, beside: Sequence[AnswerLogProb]) -> float:
+    def shared(self, batch: TrainBatch, beside: Sequence[AnswerLogProb]) -> float:
         """Return the estimated KL divergence from the reference model."""
         return max(0.0, sum(float(one.log_ratio.detach()) for one in beside) / len(beside))
 
@@ -363,7 +363,7 @@ class KTOLoss(AnswerLoss):
         reward = self.beta * (log_prob - answer.reference)
         return {f"rewards/{kind}": reward, f"logps/{kind}": log_prob, "kl": shared}
 
-    def num_of(self, figure: str, batch: Batch) -> int:
+    def num_of(self, figure: str, batch: TrainBatch) -> int:
         if figure == "kl":
             return self.num_terms(batch)
         is_of_wanted = figure.endswith("chosen")
@@ -392,7 +392,7 @@ def log_probs(
     """Return the log-probabilities of each sequence's labelled tokens, equal on all processes. Call
     it under `torch.no_grad`."""
     from furlong import values
-    from furlong.data.loader import Batch, LoaderState, sequence_tensors
+    from furlong.data.loader import LoaderState, TrainBatch, sequence_tensors
     from furlong.data.tokenize import IGNORE_INDEX
 
     known = list(sequences)
@@ -401,7 +401,7 @@ def log_probs(
         tensors = [sequence_tensors(sequence) for sequence in known]
         found = engine.engine.token_values(tensors, options, values.log_prob())
         return [x.cpu().numpy()[at + 1] for x, at in zip(found, learnt, strict=True)]
-    result = engine.compute(Batch(tuple(known), LoaderState()), options, backward=False)
+    result = engine.compute(TrainBatch(tuple(known), LoaderState()), options, backward=False)
     return [-x.numpy()[at] for x, at in zip(result.token_losses, learnt, strict=True)]
 
 
@@ -425,7 +425,7 @@ def _answer(sequence: Tokens, log_prob: Tensor) -> AnswerLogProb:
 
 
 def diverged(
-    batch: Batch, step: int, figures: str, most: float | None, kept: str
+    batch: TrainBatch, step: int, figures: str, most: float | None, kept: str
 ) -> DivergenceError:
     """Return the error of a step whose loss is above `most` or, with None, is not finite. `kept`:
     what is left of the run, in words."""

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from furlong.config.schema import TrainConfig
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import LoaderState, TrainBatch
 from furlong.data.stream import Cursor
 from furlong.errors import CheckpointError, difference_words, differing, in_short
 
@@ -58,7 +58,7 @@ class Progress:
     """Held-out loss before the first step."""
     held_out: HeldOut = HeldOut()
 
-    def after(self, batch: Batch, figures: StepFigures) -> Progress:
+    def after(self, batch: TrainBatch, figures: StepFigures) -> Progress:
         """Return the progress after one more step."""
         return replace(
             self,
@@ -70,7 +70,7 @@ class Progress:
             last_loss=self.last_loss if figures.loss is None else figures.loss,
         )
 
-    def skipping(self, batch: Batch) -> Progress:
+    def skipping(self, batch: TrainBatch) -> Progress:
         """Return the progress after skipping a batch without labels."""
         return replace(
             self, data=batch.next_state, num_skipped_batches=self.num_skipped_batches + 1

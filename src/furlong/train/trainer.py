@@ -24,7 +24,7 @@ from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run
 from furlong.data.cache import cache_folder
 from furlong.data.dataset import DataSet
-from furlong.data.loader import Batch, in_order, with_lookahead
+from furlong.data.loader import TrainBatch, in_order, with_lookahead
 from furlong.data.stream import StreamSet
 from furlong.data.tokenize import tokenizer_of
 from furlong.errors import DataError
@@ -392,11 +392,11 @@ class Trainer:
             self._call("on_train_end", report)
             return report
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TrainBatch]:
         """The global batches from where the run is, endless, also when `load_state_dict` has moved
         it since the last one."""
 
-        def make() -> Iterator[Batch]:
+        def make() -> Iterator[TrainBatch]:
             batches = build.batches_of(self.config.train, self.train_data, self.progress.data)
             if not self.config.data.streaming:
                 return batches
@@ -405,7 +405,7 @@ class Trainer:
 
         return self._from_here(make)
 
-    def _from_here(self, make: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
+    def _from_here(self, make: Callable[[], Iterator[TrainBatch]]) -> Iterator[TrainBatch]:
         """The batches of `make`, which is called again when a state has been loaded."""
         moved = True
         while moved:
@@ -415,10 +415,10 @@ class Trainer:
                 if moved := loads != self._num_loads:
                     break
 
-    def _expect(self, batch: Batch) -> None:
+    def _expect(self, batch: TrainBatch) -> None:
         self.engine.expect(self.objective.learnt(batch), self.fitting.options)
 
-    def step(self, batch: Batch, data_s: float = 0.0) -> StepFigures:
+    def step(self, batch: TrainBatch, data_s: float = 0.0) -> StepFigures:
         """Gradients of the mean loss of the global batch, clipping, one update; it is counted in
         `progress`.
 
@@ -458,7 +458,7 @@ class Trainer:
         self.progress = self.progress.after(batch, figures)
         return figures
 
-    def gradients(self, batch: Batch, step: int) -> StepResult:
+    def gradients(self, batch: TrainBatch, step: int) -> StepResult:
         """Gradients of the mean loss of the global batch, in chunks that fit; a sampled one's draw
         is that of the step, however often it is tried."""
 
@@ -702,7 +702,7 @@ class Trainer:
             )  # fmt: skip
             self.log = stack.enter_context(log)
 
-    def _next_batch(self, batches: Iterator[Batch]) -> tuple[Batch, float]:
+    def _next_batch(self, batches: Iterator[TrainBatch]) -> tuple[TrainBatch, float]:
         """The next batch with a label, and the seconds until it was there. Those without one that
         came before it are counted."""
         started_s = time.perf_counter()
@@ -776,7 +776,7 @@ class Trainer:
             getattr(callback, hook)(self, *values)
 
     def _loss_of(
-        self, batch: Batch, result: StepResult, norm: float, drawn: RNGState
+        self, batch: TrainBatch, result: StepResult, norm: float, drawn: RNGState
     ) -> float | None:
         """The loss; None where it is estimated from drawn chunks and none of them has a label.
 

@@ -191,7 +191,7 @@ _BLOCK, _CPU_BLOCK = 2**22, 2**16
 """Elements hashed at a time, which bounds memory (GPU) and fits the cache (CPU)."""
 
 
-def require_equal(
+def require_equal_models(
     model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None, settings: Mapping[str, str],
     modules: Mapping[str, str], *, are_known: bool,
 ) -> None:  # fmt: skip
@@ -321,7 +321,7 @@ def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
             )
 
 
-class Planned(NamedTuple):
+class ReplicaPlan(NamedTuple):
     """A plan, and facts about its sequences that other processes need."""
 
     plan: ChunkPlan
@@ -332,7 +332,7 @@ class Planned(NamedTuple):
     """Seed of the chunk sampling, if any."""
 
 
-def joined(ranks: Ranks, each: Sequence[Planned | None]) -> tuple[Planned, range]:
+def join_brought(ranks: Ranks, each: Sequence[ReplicaPlan | None]) -> tuple[ReplicaPlan, range]:
     """Join the plans of all replicas, of which the first process of each has brought its own;
     return the joint plan, equal on all processes, and the seq_ids of this replica's sequences."""
     own = [one for one in each if one is not None]
@@ -344,4 +344,4 @@ def joined(ranks: Ranks, each: Sequence[Planned | None]) -> tuple[Planned, range
         num_sequences, num_chunks = ids[-1].stop, num_chunks + len(one.plan.chunks)
     plan = join_replicas(plans, ids, [n for one in plans for n in one.seq_lens])
     num_labels = sum(one.num_labels for one in own)
-    return Planned(plan, labelled, num_labels, own[0].seed), ids[ranks.replica]
+    return ReplicaPlan(plan, labelled, num_labels, own[0].seed), ids[ranks.replica]
