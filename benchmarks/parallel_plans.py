@@ -28,7 +28,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import by_cost, group_chunks, shard
+from furlong.planners.chunks import by_cost, group_chunks, shard_all
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
@@ -133,7 +133,7 @@ def of_two_processes(lens: Sequence[int], model: CostModel, size: int) -> list[C
     plans: list[tuple[str, Layout, ChunkPlan]] = [
         ("data parallel", (2, 1, 1), join_replicas(replicas, dealt, lens)),
         ("sequence parallel", (1, 2, 1),
-         plan_1f1b(lens, shard(groups, 2), stages=(layers,), sp_size=2)),
+         plan_1f1b(lens, shard_all(groups, 2), stages=(layers,), sp_size=2)),
         ("places", (1, 2, 1), plan_places(lens, model, pool_size=2, num_changes=0)),
         (_NAMES["ChunkFlow"], (1, 1, 2), plan_1f1b(lens, groups, stages=halves)),
         ("Seq1F1B", (1, 1, 2), plan_seq1f1b(lens, sliced, stages=halves)),

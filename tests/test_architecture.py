@@ -140,6 +140,7 @@ NAMES_OF_MANY = {
     "candidates": "each planner has one",
     "OffloadKind": "run files know no plans; tests/test_config.py holds both equal",
     "OffloadTarget": "as OffloadKind",
+    "Trainer": "that of furlong train, and the class for transformers' trainers",
     "IGNORE_INDEX": "data are read without torch; PyTorch's default is the same",
 }
 

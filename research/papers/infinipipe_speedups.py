@@ -18,7 +18,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import group_chunks, shard
+from furlong.planners.chunks import group_chunks, shard_all
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.layouts import cut_layers, mean_attended_keys
 from furlong.planners.options import ChunkOptions
@@ -258,7 +258,7 @@ def seq1f1b(lens: Sequence[int], cost: CostModel) -> ChunkPlan:
         num_chunks = sum(map(len, groups))
         for layers in range(0, height + 1, max(1, height // 5)):
             plan = plan_seq1f1b(
-                lens, shard(groups, 8), stages=stages, sp_size=8,
+                lens, shard_all(groups, 8), stages=stages, sp_size=8,
                 recompute_layers=[[layers] * num_chunks] * NUM_STAGES,
             )  # fmt: skip
             peak = max(

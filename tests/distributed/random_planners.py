@@ -17,7 +17,7 @@ from furlong.cost.machine import Machine
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import Groups, group_chunks, sequence_work, shard, shard_long
+from furlong.planners.chunks import Groups, group_chunks, sequence_work, shard_all, shard_long
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_replica
@@ -51,7 +51,7 @@ class Setting:
         return {"stages": self.heights, "sp_size": self.sp, "frozen_stages": self.frozen_stages}
 
     def sharded(self, groups: Groups) -> Groups:
-        return shard(groups, self.sp) if self.sp > 1 else groups
+        return shard_all(groups, self.sp) if self.sp > 1 else groups
 
     def cut(self, lens: Sequence[int]) -> Groups:
         return group_chunks(lens, ChunkOptions(size=SIZE, hybrid=self.draw.random() < 0.8))

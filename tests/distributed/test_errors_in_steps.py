@@ -16,7 +16,7 @@ from helpers.ranks import run_ranks
 import furlong
 from furlong.errors import ElsewhereError, LinkError
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import group_chunks, shard
+from furlong.planners.chunks import group_chunks, shard_all
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_kept, plan_1f1b, plan_on_device
 from furlong.runtime.distributed.mesh import make_ranks
@@ -97,7 +97,7 @@ def replicated(
 
 
 def pooled(size: int) -> ChunkPlan:
-    groups = shard(group_chunks(LENS, ChunkOptions(size=size)), 2)
+    groups = shard_all(group_chunks(LENS, ChunkOptions(size=size)), 2)
     return plan_1f1b(LENS, groups, stages=(3,), sp_size=2, num_retained=1, keep="kv")
 
 

@@ -23,7 +23,7 @@ from furlong.cost.model import CostModel
 from furlong.models.build import build_model
 from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan, Forward
-from furlong.planners.chunks import group_chunks, shard
+from furlong.planners.chunks import group_chunks, shard_all
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_kept, join_replicas, plan_1f1b
@@ -44,7 +44,7 @@ MAX_NORM = 0.1
 def planned(lens: Sequence[int] = LENS, sp_size: int = 1, **settings: object) -> ChunkPlan:
     """State-aware 1F1B over chunks of 8 tokens."""
     groups = group_chunks(lens, ChunkOptions(size=8))
-    placed = shard(groups, sp_size) if sp_size > 1 else groups
+    placed = shard_all(groups, sp_size) if sp_size > 1 else groups
     return plan_1f1b(lens, placed, sp_size=sp_size, **{"stages": STAGES} | settings)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.models.describe import describe
 from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice
-from furlong.planners.chunks import group_chunks, shard, shard_long
+from furlong.planners.chunks import group_chunks, shard_all, shard_long
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b
 from furlong.planners.places import plan_places
@@ -44,7 +44,9 @@ def sharded(
 ) -> ChunkPlan:  # fmt: skip
     """Chunks over the pool; `short_stay`: but for short sequences."""
     groups = group_chunks(lens, ChunkOptions(size=size))
-    placed = shard_long(groups, lens, shape_of(), sp_size) if short_stay else shard(groups, sp_size)
+    placed = (
+        shard_long(groups, lens, shape_of(), sp_size) if short_stay else shard_all(groups, sp_size)
+    )
     return plan_1f1b(lens, placed, stages=(num_layers,), sp_size=sp_size, backward=backward)
 
 

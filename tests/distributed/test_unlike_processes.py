@@ -21,7 +21,7 @@ from torch import nn
 import furlong
 from furlong.models.placeholders import hold, placeholders
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import group_chunks, shard
+from furlong.planners.chunks import group_chunks, shard_all
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
 from furlong.runtime.distributed.mesh import Ranks, make_ranks
@@ -36,7 +36,7 @@ def pipeline(stages: tuple[int, ...] = STAGES) -> ChunkPlan:
 
 
 def pool() -> ChunkPlan:
-    groups = shard(group_chunks(LENS, ChunkOptions(size=8)), 2)
+    groups = shard_all(group_chunks(LENS, ChunkOptions(size=8)), 2)
     return plan_1f1b(LENS, groups, stages=(3,), sp_size=2)
 
 

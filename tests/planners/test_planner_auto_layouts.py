@@ -23,7 +23,7 @@ from furlong.plan.lengths import Lengths, StepSize, count_lengths
 from furlong.plan.plan import ChunkPlan, Layout, Reduce, Unshard
 from furlong.planners import infinipipe, orders
 from furlong.planners.candidates import TimeEstimate, bounds_of, chunks, longest_step
-from furlong.planners.chunks import group_chunks, shard
+from furlong.planners.chunks import group_chunks, shard_all
 from furlong.planners.decide import Decision, decide, model_of_run
 from furlong.planners.infinipipe import Loads, choose_layers
 from furlong.planners.layouts import layouts
@@ -312,7 +312,7 @@ def test_chunks_with_which_replicas_wait_for_each_other_end_no_search() -> None:
 def test_estimates_are_near_the_simulation(layout: Layout, keep: Any) -> None:
     space = Space(Question([[9000, 3000, 3000, 700]], H100, LIMITS), layout)
     options = ChunkOptions(size=1024, keep=keep)
-    groups = shard(group_chunks(space.busiest[0], options), layout.sp)
+    groups = shard_all(group_chunks(space.busiest[0], options), layout.sp)
     estimate = TimeEstimate(
         space.model, groups, sp_size=layout.sp, stages=space.stages, num_steps=1
     )

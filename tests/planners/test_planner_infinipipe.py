@@ -24,7 +24,7 @@ from furlong.errors import ConfigError, DataError
 from furlong.plan.plan import Forward
 from furlong.plan.text import load_plan, parse_chunk, save_plan
 from furlong.planners import infinipipe
-from furlong.planners.chunks import shard
+from furlong.planners.chunks import shard_all
 from furlong.planners.infinipipe import (
     MAX_GROWTH,
     Loads,
@@ -150,7 +150,7 @@ def test_loads_are_what_the_walk_finds(lens, num_slices, stages, sp_size, config
     """With any layers recomputed, also in two pipelines, one after the other."""
     model = small_model(config, zero_stage=3)
     memory = model.memory(0)  # without room no moment is left out
-    groups = shard(cut_and_pack(lens, num_slices, SliceWork(1e-3, 1)), sp_size)
+    groups = shard_all(cut_and_pack(lens, num_slices, SliceWork(1e-3, 1)), sp_size)
     cut = draw.randint(0, len(groups))
     ranges = [own for own in (range(cut), range(cut, len(groups))) if own]
     pipelines, lacking = [], []
@@ -170,7 +170,7 @@ def test_loads_are_what_the_walk_finds(lens, num_slices, stages, sp_size, config
 
 def budget_between(lens, stages, num_slices, share, sp_size=1):
     """Bytes between what the fullest rank needs with everything and with nothing recomputed."""
-    groups = shard(cut_and_pack(lens, num_slices, SliceWork(1e-3, 1)), sp_size)
+    groups = shard_all(cut_and_pack(lens, num_slices, SliceWork(1e-3, 1)), sp_size)
     plan = one_pipeline(lens, groups, range(len(groups)), stages, sp_size)
     loads = loads_of(plan, MODEL.memory(0))
     none, full = (np.full(loads.saved_bytes.shape[1], n) for n in (0, max(stages)))
@@ -319,7 +319,7 @@ works = st.sampled_from([EVEN, SliceWork(1, 0), SliceWork(1, 16), SliceWork(1e-9
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.integers(1, 12), works)
 def test_every_token_once_one_tail_per_chunk_and_no_chunk_above_the_mesh(lens, num_slices, work):
-    groups = shard(cut_and_pack(lens, num_slices, work), 2)
+    groups = shard_all(cut_and_pack(lens, num_slices, work), 2)
     chunks = [chunk for group in groups for chunk in group]
     most_tokens = max(max(sizes(chunk.slices)) for chunk in chunks)
     assert all(chunk.num_tokens <= most_tokens for chunk in chunks)
@@ -339,7 +339,7 @@ def test_the_fit_follows_the_cost_model():
     """And equal chunks that are cut by it have equal times."""
     stages = (10,) * 4
     work = fit_work(GPT, 96 * K, 6, stages=stages, sp_size=8)
-    groups = shard(cut_and_pack([96 * K], 6, work), 8)
+    groups = shard_all(cut_and_pack([96 * K], 6, work), 8)
     plan = plan_seq1f1b([96 * K], groups, stages=stages, sp_size=8)
     cells = GPT.cell_seconds(plan.chunks, stages, sp_size=8)
     seconds = cells[0].sum(axis=1).tolist()

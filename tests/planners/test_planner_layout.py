@@ -13,7 +13,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.plan import Chunk, Layout, Place, Slice
-from furlong.planners.chunks import group_chunks, shard, shard_long
+from furlong.planners.chunks import group_chunks, shard_all, shard_long
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
 
@@ -121,5 +121,5 @@ def test_short_sequences_stay_local_where_they_balance(seq_lens, sp_size):
 
 
 def test_sharding_everything_is_ulysses():
-    groups = shard(group_chunks((300, 20), ChunkOptions(size=128)), 4)
+    groups = shard_all(group_chunks((300, 20), ChunkOptions(size=128)), 4)
     assert {s.place for group in groups for chunk in group for s in chunk.slices} == {Place(0, 4)}

@@ -13,7 +13,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.check import check
-from furlong.planners.chunks import by_cost, sequence_work, shard
+from furlong.planners.chunks import by_cost, sequence_work, shard_all
 from furlong.planners.skrull import plan_skrull
 from furlong.simulate.predict import step_s
 
@@ -83,5 +83,5 @@ def test_sequences_stay_local_though_to_share_all_is_predicted_to_be_faster():
     plan = plan_skrull(own, cost, sp_size=8, budget_bytes=cost.hardware.budget_bytes)
     sizes = [piece.place.size for chunk in plan.chunks for piece in chunk.slices]
     assert sizes.count(1) > 0.94 * len(sizes)
-    all_shared = replace(plan, chunks=tuple(shard([plan.chunks], 8)[0]))
+    all_shared = replace(plan, chunks=tuple(shard_all([plan.chunks], 8)[0]))
     assert step_s(cost, all_shared) < 0.8 * step_s(cost, plan)

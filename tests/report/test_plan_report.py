@@ -15,7 +15,7 @@ from furlong.cost.training import Training
 from furlong.errors import PlanError
 from furlong.plan.plan import Backward, ChunkPlan, Forward, Offload
 from furlong.plan.text import format_action, parse_action, parse_chunk
-from furlong.planners.chunks import group_chunks, shard
+from furlong.planners.chunks import group_chunks, shard_all
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
 from furlong.report.picture import legend
@@ -35,7 +35,7 @@ LENS = (5000, 900, 300, 2500)
 
 
 def build(lens=LENS, *, size=1024, sp=1, pp=2, keep="kv", offload="none", retained=1):
-    groups = shard(group_chunks(lens, ChunkOptions(size=size, hybrid=False)), sp)
+    groups = shard_all(group_chunks(lens, ChunkOptions(size=size, hybrid=False)), sp)
     stages = (24 // pp,) * pp
     return plan_1f1b(
         lens,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Hidden
 from furlong.plan.plan import Chunk, Slice
-from furlong.planners.chunks import shard
+from furlong.planners.chunks import shard_all
 
 
 def stage_bounds_s(
@@ -53,5 +53,5 @@ def least_s(
     hardware = replace(hardware, **endless, slice_launch_s=0.0, tile_tokens=0)
     model = replace(model, hardware=hardware)
     whole = [[Chunk(tuple(Slice(i, 0, n) for i, n in enumerate(seq_lens)))]]
-    ((chunk,),) = shard(whole, sp_size)
+    ((chunk,),) = shard_all(whole, sp_size)
     return max(stage_bounds_s([chunk], seq_lens, stages, sp_size, model, fills=False, moves=False))

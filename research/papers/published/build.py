@@ -10,7 +10,7 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Offload
-from furlong.planners.chunks import Groups, group_chunks, sequence_work, shard
+from furlong.planners.chunks import Groups, group_chunks, sequence_work, shard_all
 from furlong.planners.infinipipe import cut_and_pack, fit_work, plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
@@ -135,7 +135,7 @@ def groups_of(
             )  # fmt: skip
             groups = [[batch] for batch in batches]
             return lens, _slowest_first(groups, lens, model, sp_size)
-    sharded = shard(groups, sp_size)
+    sharded = shard_all(groups, sp_size)
     if dials.cut == "packed" and len(dials.stages) == 1:
         # where replicas go in step, those that take longest meet
         return lens, _slowest_first(sharded, lens, model, sp_size)

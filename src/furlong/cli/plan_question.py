@@ -183,7 +183,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         from furlong.train.start import check_run
 
         check_run(config, 1 if config.train.is_of_pairs else num_devices)
-    batch = batch or batch_of(flags, config)
+    batch = batch or planned_batch(flags, config)
     if config.train.is_of_pairs:
         changes = {
             "give --devices=1": num_devices > 1,
@@ -233,7 +233,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     )  # fmt: skip
 
 
-def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
+def planned_batch(flags: RunFlags, config: RunConfig) -> PlannedBatch:
     """The batch of a run file, of --data.train, or of --lengths; of pairs both answers of one, as
     long as the longest sequence. Raises ConfigError."""
     own, seed = flags.own, config.train.seed

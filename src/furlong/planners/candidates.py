@@ -53,7 +53,7 @@ from furlong.plan.plan import (
     Slice,
 )
 from furlong.plan.segments import NUM_HOT, row_step, segment_tokens
-from furlong.planners.chunks import Groups, group_chunks, shard
+from furlong.planners.chunks import Groups, group_chunks, shard_all
 from furlong.planners.layouts import first_alike
 from furlong.planners.options import SMALLEST_CHUNK, ChunkOptions
 from furlong.planners.orders import plan_two_phases, schedule_group, stages_of, walk_groups
@@ -104,7 +104,7 @@ def chunks(asked: Space, method: str = CHUNKS, **fixed: Any) -> Iterator[Candida
         if any(map(question.limits.hold, least.values())):
             groups = [group for lens in space.busiest for group in group_chunks(lens, cut)]
             estimate = TimeEstimate(
-                space.model, shard(groups, layout.sp), sp_size=layout.sp, stages=space.stages,
+                space.model, shard_all(groups, layout.sp), sp_size=layout.sp, stages=space.stages,
                 num_steps=len(space.busiest) / max(1.0, question.weight),
             )  # fmt: skip
             # without recomputation: a lower bound for all options with this size
@@ -188,7 +188,7 @@ def least_s(space: Space) -> float:
     for lens in space.busiest:
         slices = tuple(Slice(i, 0, n) for i, n in enumerate(lens))
         seconds = model.cell_seconds(
-            shard([[Chunk(slices)]], sp_size)[0], space.stages or (model.shape.num_layers,),
+            shard_all([[Chunk(slices)]], sp_size)[0], space.stages or (model.shape.num_layers,),
             sp_size=sp_size, free=free,
         )  # fmt: skip
         total_s += float(seconds.sum(axis=(1, 2)).max())

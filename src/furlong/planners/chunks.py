@@ -261,7 +261,7 @@ def place_by_load(
     return [Place(0, sp_size) if rank is None else Place(rank, 1) for rank in ranks]
 
 
-def shard(groups: Groups, sp_size: int) -> list[list[Chunk]]:
+def shard_all(groups: Groups, sp_size: int) -> list[list[Chunk]]:
     """Return the groups with each slice sharded over a pool of `sp_size` processes."""
     place = Place(0, sp_size)
     return [

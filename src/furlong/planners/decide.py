@@ -54,7 +54,7 @@ MAX_ACTIONS = 6_000
 """Most actions of one rank in plans of `longest_sequence`."""
 _MOST_PROBES = 16
 """Most lengths that `longest_sequence` plans."""
-MAX_TOKENS = 2**28
+_LONGEST_TOKENS = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def longest_sequence(
                 break
         return least, actions
 
-    limit = most = num_positions or MAX_TOKENS
+    limit = most = num_positions or _LONGEST_TOKENS
     low, lacks, longest_refused = 0, -1.0, inf  # longest that fits, and its (negative) excess
     tried = min(max(1, start), most)
     for _ in range(_MOST_PROBES):

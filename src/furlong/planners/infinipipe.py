@@ -44,12 +44,13 @@ from numpy.typing import NDArray
 
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
+from furlong.cost.seconds import Array
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.plan import Action, Backward, Chunk, ChunkPlan, Forward, Place, Slice
 from furlong.plan.segments import row_step
 from furlong.planners.candidates import ByteBound
-from furlong.planners.chunks import Groups, refuse_unusable, shard, split_equal_work
+from furlong.planners.chunks import Groups, refuse_unusable, shard_all, split_equal_work
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
     assemble,
@@ -62,9 +63,8 @@ from furlong.planners.question import Candidate, DoesNotFitError, Space
 from furlong.simulate.clock import time_actions
 from furlong.units import count_words
 
-Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
-Pipeline = tuple[range, Sequence[int]]
+GroupsOfPipeline = tuple[range, Sequence[int]]
 """(groups of a pipeline, layers that the cells of each diagonal recompute)."""
 
 _GRADIENTS = PARTS.index("gradients")
@@ -202,7 +202,7 @@ class _Batch:
         if num_slices not in self._cuts:
             longest, step = max(self.seq_lens), row_step(self.model.device_type, self.sp_size)
             work = fit_work(self.model, longest, num_slices, self.stages, self.sp_size)
-            groups = shard(cut_and_pack(self.seq_lens, num_slices, work, step), self.sp_size)
+            groups = shard_all(cut_and_pack(self.seq_lens, num_slices, work, step), self.sp_size)
             self._cuts[num_slices] = _Cut(self, groups)
         return self._cuts[num_slices]
 
@@ -247,14 +247,14 @@ class _Cut:
         """The plan without actions, from which the others take properties of the chunks."""
         return self._in_a_row([])
 
-    def _in_a_row(self, pipelines: Sequence[Pipeline]) -> ChunkPlan:
+    def _in_a_row(self, pipelines: Sequence[GroupsOfPipeline]) -> ChunkPlan:
         batch = self.batch
         return in_a_row(
             batch.seq_lens, self.groups, pipelines, batch.stages, sp_size=batch.sp_size,
             regathers=batch.model.training.passes_gather, checked=False,
         )  # fmt: skip
 
-    def plan(self, pipelines: Sequence[Pipeline]) -> ChunkPlan:
+    def plan(self, pipelines: Sequence[GroupsOfPipeline]) -> ChunkPlan:
         return self._chunks.with_actions(self._in_a_row(pipelines).actions)
 
     def one_pipeline(self, own: range | None = None, layers: int = 0) -> ChunkPlan:
@@ -279,7 +279,7 @@ class _Cut:
             spare_bytes += lacking_bytes
         return None
 
-    def _pipelines(self, spare_bytes: int) -> list[Pipeline] | None:
+    def _pipelines(self, spare_bytes: int) -> list[GroupsOfPipeline] | None:
         """Return the pipelines of least overhead, or None if nothing fits. The overhead of a
         pipeline is its warm-up and cool-down, and a forward of each recomputed layer (Eq. 13).
 
@@ -308,7 +308,7 @@ class _Cut:
             kinds = kinds_of([groups[i] for i in own], len(stages))
             return kinds, loads_of(self.one_pipeline(own), batch.memory, kinds, spare_bytes)
 
-        found: dict[int, tuple[float, list[Pipeline]]] = {0: (0.0, [])}
+        found: dict[int, tuple[float, list[GroupsOfPipeline]]] = {0: (0.0, [])}
         whole = kinds_and_loads(range(last))
         bound_s = ends_s + layer_s * whole[1].least_sum
         # the single pipeline, whose layers take longest to choose, comes last if others may win
@@ -336,7 +336,7 @@ class _Cut:
 def in_a_row(
     seq_lens: Sequence[int],
     groups: Groups,
-    pipelines: Sequence[Pipeline],
+    pipelines: Sequence[GroupsOfPipeline],
     stages: tuple[int, ...],
     *,
     sp_size: int = 1,

@@ -70,7 +70,7 @@ from furlong.planners.chunks import (
     Groups,
     group_chunks,
     refuse_idle,
-    shard,
+    shard_all,
     shard_long,
 )
 from furlong.planners.options import ChunkOptions
@@ -506,7 +506,7 @@ def plan_replica(
     """
     groups = group_chunks(seq_lens, options, forks)
     if local_in is None:
-        groups = shard(groups, sp_size)
+        groups = shard_all(groups, sp_size)
     else:
         groups = shard_long(groups, seq_lens, local_in, sp_size)
     if len(stages) < 2:

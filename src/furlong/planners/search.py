@@ -42,6 +42,7 @@ from furlong.planners.question import (
     Space,
 )
 from furlong.planners.spaco import one_draw
+from furlong.report.patience import Tell
 from furlong.simulate.predict import Needs, most_of, needs_of, step_s
 from furlong.units import count_words, format_seconds
 
@@ -76,8 +77,6 @@ _WAITING = 0.05
 """Share of the busiest replica's seconds above which a step's additional time counts as waiting."""
 LOCAL = "local sequences"
 """Name of plans in which whole sequences stay on one process of a pool where that balances."""
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
