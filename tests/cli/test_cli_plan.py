@@ -106,12 +106,12 @@ def test_the_smallest_card_or_number_of_cards(flags, enough, told, num_tried, ca
     tried = []
 
     def find(question, tell):
-        hardware, devices = question.model.hardware.name, question.num_devices
+        hardware, devices = question.asked.model.hardware.name, question.asked.num_devices
         tried.append({"hardware": hardware, "devices": devices})
         if not enough.items() <= tried[-1].items():
             is_of_options = "--chunks.size=512" in flags
             given = "places with a dial" if is_of_options else f"too much: {devices}"
-            most = "" if is_of_options else format_bytes(question.limits.device_bytes)
+            most = "" if is_of_options else format_bytes(question.asked.limits.device_bytes)
             raise ConfigError(given=given, required=most, source="", change="")
 
     def show(found, question, chosen, tell, smallest):
