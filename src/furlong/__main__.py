@@ -1,4 +1,4 @@
-"""`python -m furlong`, which `torchrun -m furlong` starts as well: the command `furlong`."""
+"""`python -m furlong` runs the command `furlong`; so does `torchrun -m furlong`."""
 
 from furlong.cli.main import command
 

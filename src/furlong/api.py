@@ -331,9 +331,9 @@ class Engine:
     ) -> list[Tensor]:
         """Return differentiable values of each sequence's tokens, for any loss.
 
-        The loss's backward runs the chunks' backwards, as exact as `forward_backward`. In between,
-        `options.keep` tensors of all sequences are kept, and no graph (`num_retained` is 0). Under
-        `torch.no_grad` the values have no graph.
+        The loss's backward runs the chunks' backwards, as exact as `forward_backward`. Between
+        forward and backward, the tensors named by `options.keep` are kept for all sequences, but no
+        graphs (`num_retained` counts as 0). Under `torch.no_grad` the values have no graph.
 
         Args:
             sequences: As in `forward_backward`; labels may be omitted (default: input_ids), and

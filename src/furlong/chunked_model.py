@@ -230,7 +230,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _caches(given: Mapping[str, Any]) -> list[Any]:
-    """Return the caches in a call's arguments, under their names in any release."""
+    """Return a call's cache arguments, however transformers names them."""
     return [given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None]
 
 

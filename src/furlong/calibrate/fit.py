@@ -66,8 +66,8 @@ def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
 def _fit_hidden(
     stages: Array, heads: Array, measured: Array, found: Array, names: Sequence[str]
 ) -> Array:
-    """Fit coefficients if a pass takes the longer of work and launches in `stages`, plus all terms
-    in `heads`; `found`: initial coefficients."""
+    """Fit coefficients if a pass takes the maximum of work and launch time in `stages`, plus
+    `heads`. `found`: initial coefficients."""
     is_work = np.array([name not in _LAUNCHES for name in names])
     for _ in range(_ROUNDS):
         launched = stages[:, ~is_work] @ found[~is_work] > stages[:, is_work] @ found[is_work]

@@ -428,8 +428,8 @@ def _fitted(
 def _without_process(
     measured: dict[Trial, MeasuredPlan], models: dict[TrialModel, CostModel]
 ) -> dict[Trial, MeasuredPlan]:
-    """Subtract the interpreter and its libraries from peaks, as `memory.device` does: the bytes in
-    use before a plan, minus the weights."""
+    """Subtract the process's own memory from peaks, as `memory.device` does: the median of the
+    bytes in use before a plan, minus the weights."""
     found = []
     for trial, m in measured.items():
         training = models[trial.subject].training

@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def _written(name: str, value: Any) -> str:
-    """A key of theirs in one short line."""
+    """A foreign key as one short line."""
     text = " ".join(str(value).split())
     text = in_short(text, 60)
     return f"{name}: {text}"

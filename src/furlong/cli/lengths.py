@@ -1,4 +1,4 @@
-"""`furlong lengths`: how long the sequences are, and who holds the tokens and the work."""
+"""`furlong lengths`: shares of sequences, tokens and attention FLOPs by length."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
-    """Lengths of the draws of a run's first epoch, by its own tokenizer or another; prints what was
-    found in the data."""
+    """Return the lengths of a run's first epoch, with its tokenizer or another; prints what was
+    found."""
     tell_loading()
     from furlong.data.tokenize import tokenizer_of
     from furlong.train.build import load_splits

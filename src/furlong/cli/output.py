@@ -126,8 +126,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_replaced(path: Path, flag: str, *keys: str) -> None:
-    """Raises ConfigError where a file that would be replaced is no JSON object with `keys`, or,
-    without keys, no picture of its ending; an empty file may be replaced."""
+    """Raise ConfigError if `path` has other contents than expected: JSON without `keys` or, without
+    `keys`, no image of its suffix. It may be empty."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError:  # told when it is written

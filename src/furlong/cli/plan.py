@@ -248,8 +248,8 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
 
 
 def _refused_start(question: PlanQuestion, own: RankWeights) -> str:
-    """Why a run that fits does not start, "" if it does: some kernels are compared with the whole
-    model before its weights are divided."""
+    """Return why a run that fits cannot start, or "": some kernels are first compared on the
+    unsharded model, which must fit."""
     kernels, training = question.config.model.kernels, own.training
     master = training.master_bytes or training.compute_bytes
     whole = (own.in_use - own.trained) * training.compute_bytes + own.trained * master

@@ -107,7 +107,7 @@ class PlanQuestion:
     """The reason for which furlong train refuses the lengths or the weights; "" if it does not."""
 
     def lines(self) -> dict[str, str]:
-        """The lines over an answer, by their first words; empty ones are left out."""
+        """The lines above an answer, by label; the printer skips empty ones."""
         model, limits, count = self.asked.model, self.asked.limits, self.asked.num_devices
         shape, lora, machine = model.shape, model.training.lora, model.hardware
         trained = f"LoRA of rank {lora.rank}" if lora else "all weights trained"
@@ -449,7 +449,7 @@ def _num_local(machine: Machine, num_devices: int) -> int:
 
 
 def _here(num_devices: int) -> tuple[Machine, int | None]:
-    """One of several devices of this machine, and the free bytes of its card if it has any."""
+    """One of this machine's `num_devices` devices, and free GPU bytes or None."""
     if not any(map(os.path.exists, _DRIVERS)):
         return spec_of(THIS_CPU, num_devices), None
     import torch  # takes seconds

@@ -194,7 +194,7 @@ def _offloads(value: Any) -> bool:
 
 
 def _read(made: Conversion, target: str, given: _Given) -> None:
-    """Convert the recipe's keys for one of ours, or record why they are not taken."""
+    """Convert the keys `given` to our key `target`, or record why not."""
     try:
         if target.startswith("model.lora.") and (why := _lora_needless(made, target, given)):
             found: Any = _needless(why)
@@ -924,7 +924,7 @@ def _sources(made: Conversion, target: str, given: _Given) -> Any:
 def _source(
     made: Conversion, key: str, keys: Mapping[str, Any], dialect: str = ""
 ) -> dict[str, Any]:
-    """Return a source, from an entry of the recipe's list `key`; unknown keys are refused."""
+    """Convert an entry of the recipe's list `key` to a source; record unknown keys."""
     table: dict[str, list[str]] = foreign_table()["sources"][dialect or made.recipe.dialect]
     source = {}
     for ours, theirs in table.items():

@@ -194,12 +194,12 @@ def _in_yaml(value: Any) -> str:
 
 
 def meet(one: str, other: str) -> bool:
-    """Return whether two keys are the same, or one is a section around the other."""
+    """Return whether two keys are equal, or one contains the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def key_at(location: tuple[int | str, ...]) -> str:
-    """Return the key at a location of pydantic, which ends with branches of unions: `chunks.size`
+    """Return the key of a pydantic error location, without trailing union branches: `chunks.size`
     for `("chunks", "size", "literal['auto']")`."""
     key = ""
     for part in location:

@@ -155,7 +155,7 @@ class MemoryCurve:
 
     @property
     def lower_bytes(self) -> list[int]:
-        """Bytes in CPU memory and on disk by action, summed as in a timeline's records."""
+        """Bytes in CPU memory plus bytes on disk at each action."""
         totals: list[int] = (self.cpu + self.disk).tolist()
         return totals
 
@@ -770,11 +770,11 @@ class _RankMemory:
     def _make_gradients(
         self, chunk: int, stage: int, again: int, num_backwards: int
     ) -> tuple[float, float]:
-        """Allocate the gradients that a stage's first Backward makes: the head's while the whole
-        graph is in memory, those of layers as the graph is freed. `again`: checkpointed layers.
+        """Allocate the gradients of a stage's first Backward: the head's while the whole graph is
+        in memory, those of layers as it is freed. `again`: checkpointed layers.
 
-        Return the bytes beyond the whole graph when gradients of all layers are made, and when the
-        embedding's is made, too.
+        Return the bytes in use beyond the graph's once all layers have gradients, and once the
+        embedding has one, too.
         """
         gradients = self._weights.gradients(stage, num_backwards)
         for key, whole in self._weights.freed_gradients(stage, gradients):

@@ -539,7 +539,7 @@ class ChunkTable:
     that the process stores."""
 
     def prefix_keys(self, window: int | None) -> Array:
-        """Return (S, C): the process's share of the attended keys in prefixes."""
+        """Return (ranks, chunks): each rank's share of keys in prefixes."""
         found: Array = self.local_keys[window, "full"] + self.shared_keys[window, "full"]
         return found
 

@@ -220,7 +220,7 @@ class ModelShape:
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> ModelShape:
-        """Return the shape of values from `to_values`. Raises KeyError or TypeError for others."""
+        """Return the shape saved by `to_values`. Raises KeyError or TypeError."""
         own = {name: _tuples(value) for name, value in values.items()}
         kinds = [
             LayerShape(**{name: _tuples(value) for name, value in layer.items()})

@@ -107,7 +107,7 @@ def write_arrays(
         mode: `r+` for arrays that are completed later, which have no checksums.
 
     Raises:
-        OSError: the folder cannot be written, or is damaged at once.
+        OSError: the folder cannot be written, or what was written cannot be read back intact.
     """
     if place.exists():
         damaged = place.with_name(f"{place.name}.{uuid.uuid4().hex}")
@@ -340,7 +340,7 @@ class ReferenceLogProbs:
         self._done.flush()
 
     def read(self, row: int, count: int) -> npt.NDArray[Any]:
-        """Return the first `count` numbers of a row, float32 or as wide as they were computed."""
+        """Return the first `count` numbers of a row, in the dtype in which they are stored."""
         start = self._start(row)
         return np.asarray(self._log_probs[start : start + count])
 

@@ -305,8 +305,8 @@ def _turns(
 
 
 def _read_parts(record: SourceRecord, message: str, turn: Turn) -> list[Turn]:
-    """Move thoughts and calls from the parts of a content to keys of the turn, and return the tool
-    results among the parts as messages. Raises DataError."""
+    """Move reasoning and tool calls from content parts to keys of the turn. Return tool results
+    among the parts as messages. Raises DataError."""
     results: list[Turn] = []
     rest, calls, thoughts = [], [], []
     for part in turn["content"] if isinstance(turn.get("content"), list) else ():

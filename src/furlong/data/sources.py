@@ -284,7 +284,7 @@ def client_error() -> type[Exception]:
 
 
 def unreadable(path: object, key: str, error: Exception) -> DataError:
-    """Return the error about a file or folder, here or at an address, that cannot be read."""
+    """Return the error for a local or remote file or folder that cannot be read."""
     reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     change = "check the path and its permissions, or name only the parts that can be read"
     if "://" in str(path):

@@ -506,7 +506,7 @@ class StreamSet:
 
     @cached_property
     def sample(self) -> list[Sequence]:
-        """The sequences of the first block of each source, by which steps are planned."""
+        """The sequences of each source's first block; steps are planned from them."""
         self._begin(LoaderState())
         found = []
         for reader in self._readers:

@@ -69,7 +69,7 @@ def unpad(
         has_cache: as in `read_padded`.
 
     Raises:
-        DataError: the batch has other entries, or labels that padding would predict.
+        DataError: the batch has unknown entries, or a label that would be predicted from padding.
     """
     positions = batch.get("position_ids")
     known = _READ | (IMPLIED if positions is not None else set())
@@ -456,8 +456,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     The loss must be a sum over tokens, so that the logits of a batch never exist at once: the
     cross-entropy, also with `label_smoothing_factor`, the `loss_type` of TRL's SFTTrainer, or a
-    `compute_loss_func` that is a `TokenLoss`. A call of the model with a few tokens must give the
-    loss of chunks. For any other loss, also one that the model computes, pass a
+    `compute_loss_func` that is a `TokenLoss`. A test with a few tokens compares the model's own
+    loss with that of chunks, and refuses a difference. For any other loss pass a
     `furlong.chunked(model)` to an ordinary trainer.
 
     On several processes each one holds the whole model, and gradients are summed once per update;

@@ -198,7 +198,7 @@ class Pool(ABC):
 
     @abstractmethod
     def _read(self, h: Handle) -> tuple[Tensor, Buffer | None]:
-        """Return a tensor for a lease, and the staging buffer that holds it, if one does."""
+        """Return the stored tensor, and its staging buffer; None if it has none."""
 
     @abstractmethod
     def _give(self, tensor: Tensor, buffer: Buffer | None) -> None:
@@ -457,7 +457,7 @@ class Staging:
         self._release_idle(self._limit_bytes)
 
     def reset(self) -> None:
-        """Drop all buffers, taken ones included; none may be in use."""
+        """Forget all buffers, taken or not. No copy may still run."""
         self._free.clear()
         self.total_bytes = 0
 

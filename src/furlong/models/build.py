@@ -451,18 +451,18 @@ def build_model(
     unpacked: bool = False,
     is_empty: bool = False,
 ) -> Any:
-    """A transformers decoder in train mode.
+    """Build a transformers decoder in train mode.
 
-    `name` is a hub id or a local folder; `init="random"` needs config.json only and draws from
-    `seed`, each module by its name. `quantize` is `model.quantize`, `lora` holds the keys of
-    `model.lora` and freezes everything else. `changes` are those of `model.config`. `rope` holds
-    `rope_type` and its keys (models.rope); `max_seq_len` is the run's longest sequence, for which
-    the model must have positions. `layers`: those that this process holds (None: all); nothing of
-    other stages is built or read (models.placeholders). `divide` divides a model that is on meta
-    among processes: this one then reads its shares alone, onto `device`. What cannot be read so is
-    returned whole, on the CPU; `support.is_sharded` tells. `unpacked`: weights in 4 bits are made
-    what they stand for, in floats. `is_empty`: on meta, to write weights that are elsewhere.
-    Raises ConfigError or UnsupportedModelError.
+    `name` is a hub id or a local folder; `init="random"` needs only config.json, and initializes
+    each module from `seed` and the module's name. `quantize`, `lora` (freezes all other weights)
+    and `changes` are the values of `model.quantize`, `model.lora` and `model.config`. `rope` holds
+    `rope_type` and its keys (models.rope); the model must have positions for `max_seq_len` tokens,
+    the run's longest sequence. `layers`: the layers of this process (None: all); other stages are
+    neither built nor read (models.placeholders). `divide` shards a model on meta; this process then
+    reads only its shards, onto `device`. A model that cannot be read in shards is returned whole,
+    on the CPU (see `support.is_sharded`). `unpacked`: dequantize 4-bit weights. `is_empty`: leave
+    the model on meta, for an export of weights held elsewhere. Raises ConfigError or
+    UnsupportedModelError.
     """
     source = check_folder(name, revision)
     trained_dtype = torch.promote_types(dtype, torch.float32)
@@ -1044,8 +1044,7 @@ def check_model(
 
 
 def check_decoder(config: Any, source: str, quantize: object, *, max_seq_len: int) -> HFDecoder:
-    """The decoder of a config, on meta. Raises UserError where its family, or what its config says,
-    cannot be trained in chunks."""
+    """Build a config's decoder on the meta device. Raises UserError if chunks cannot train it."""
     model = model_of_config(config, source, dtype=torch.float32)
     if quantize is not None or getattr(config, "quantization_config", None) is not None:
         require_linear(model, source)

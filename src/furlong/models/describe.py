@@ -122,7 +122,7 @@ class _AnyDtype(TorchDispatchMode):
 
 
 class _Chunk(_AnyDtype):
-    """Counts what one chunk does in each layer of a model; also the chunk's cell."""
+    """Counts the work of each layer while one chunk runs; used as its cell."""
 
     def __init__(self, model: HFDecoder, num_tokens: int) -> None:
         super().__init__()

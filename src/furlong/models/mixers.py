@@ -577,8 +577,8 @@ def receive_states(
 def send_states(
     y: Tensor, states: Sequence[Tensor], later_grads: Callable[[], Sequence[Tensor | None]]
 ) -> Tensor:
-    """Return y (1, T, D) of a slice as a graph node: its backward also gives the leaving states the
-    gradients that `later_grads` returns."""
+    """Return y (1, T, D) as a graph node. Its backward passes `later_grads()` to `states`, the
+    slice's final recurrent states."""
     if not torch.is_grad_enabled() or not y.requires_grad:
         return y
     return _SendStates.apply(later_grads, y, *states)  # type: ignore[no-any-return, no-untyped-call]

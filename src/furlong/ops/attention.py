@@ -633,7 +633,7 @@ def _forward(
 def _own_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attention: SliceAttention, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Store k and v of `rows` of local slices, and attend to them."""
+    """Store k and v of `rows`, and compute their attention."""
     q, k, v = (_rows(x, rows) for x in (q, k, v))
     store_slices(attention.slices, k, v, attention.layer_kv, attention.rule, attention.first_row)
     return attention.forward(q, k, v, sinks, None)

@@ -74,8 +74,8 @@ class TiledHead:
         self, hidden: Tensor, rows: Tensor, labels: Tensor, extras: Mapping[str, Tensor],
         cotangents: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return the gradient (T, D) of the hidden states, given that of the values, `cotangents`
-        (R, ...), and the values; gradients of the head's parameters are accumulated."""
+        """Return the gradient (T, D) of the hidden states, and the values. `cotangents` (R, ...):
+        gradient of the values. Gradients of the head's parameters are accumulated."""
         gradient, found = torch.zeros_like(hidden), []
         for tile, at, some in self._tiles(rows, extras):
             tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)

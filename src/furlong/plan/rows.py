@@ -195,10 +195,10 @@ def _level(
 
 
 def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[RowRun]:
-    """Return (index of the slice, start, stop) of the tokens that inner place `inner` computes.
+    """Return (index of the slice, start, stop) of the query tokens of subgroup `inner`.
 
-    Each slice is cut into 2c parts, and inner place b computes parts b and 2c-1-b: an early one
-    with few keys and a late one with many, so that all have equal work under the causal mask.
+    Each slice is cut into 2c parts (c = `num_inner`), and subgroup b computes parts b and 2c-1-b,
+    so that all have equal work under the causal mask.
     """
     if num_inner == 1:
         return [(at, piece.start, piece.stop) for at, piece in enumerate(slices)]

@@ -286,8 +286,8 @@ def _not_in_stages(space: Space, reshards: bool) -> ConfigError:
 
 
 def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple[Keep, int]]:
-    """Yield (keep, num_retained). Retaining one chunk is free, since one cell at a time has its
-    graph anyway. Layer-first retains at the last stage only, where more gain little."""
+    """Yield (keep, num_retained) to try. num_retained = 1 is free, as the running cell has its
+    graph. Layer-first retains only at the last stage, so more gains little."""
     given = space.question.options
     numbers = [1] if layer_first else [1, *(n for n in _RETAINED if n < num_chunks)]
     if "num_retained" in given:
@@ -330,10 +330,9 @@ def _offload(
 
 
 def longest_step(space: Space, size: int) -> list[int]:
-    """Return the sequences of a worst step for memory: the longest one, and other tokens that may
-    share its last chunk; in a pipeline also chunks of others that its first stages have begun by
-    then. Without a pipeline, if the step has more tokens, another sequence, which runs with the
-    gradients of all layers in memory."""
+    """Return sequence lengths of the step that needs most memory: the longest, and one that fills
+    its last chunk; in a pipeline, chunks of others begun by then; without one, if the step has more
+    tokens, another sequence, run with all gradients in memory."""
     question, has_more = space.question, space.most_tokens > size
     longest, tokens = question.longest, question.size.tokens
     left = (-(-(question.size.sequences or 0) // space.layout.dp) - 1) * longest
@@ -520,9 +519,8 @@ class TimeEstimate:
 class ByteBound:
     """Lower bound on the bytes of the longest sequence alone, in chunks of one size.
 
-    It is the maximum over a few moments: the last stage's first backward, when all kept tensors are
-    in memory; its next backward, when its gradients are, too; and the first stage's backward, when
-    gradients of all stages are.
+    It is the maximum over: the last stage's first backward, with all kept tensors in memory; its
+    second, with its gradients too; and the first stage's, with the gradients of all stages.
     """
 
     def __init__(

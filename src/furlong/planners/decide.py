@@ -71,12 +71,12 @@ class Longest:
 def longest_sequence(
     answer: Answer, *, start: int = 1024, num_positions: int | None = None
 ) -> Longest:
-    """Find the longest sequence that fits, to 1 % or a token, with the chosen options (which a run
-    uses in evaluations) or by the named method.
+    """Find the longest sequence that fits, within 1 % or one token, with the answer's chunk options
+    (for evaluations) or the named method.
 
-    `start`: length to try first; `num_positions`: positions of the model; None: unknown. One
-    replica is planned; the others share its state and need less. Bytes are piecewise linear in
-    tokens with few bends, so interpolation needs a few plans only.
+    `start`: length to try first; `num_positions`: the model's positions; None: unknown. One replica
+    is planned; the others share its state and need less. Bytes are piecewise linear in tokens with
+    few bends, so a few plans suffice.
     """
     best, space = answer.best, replace(answer.best.space, beat_s=inf)
     question, memory, limits = space.question, space.model.memory(), space.question.limits

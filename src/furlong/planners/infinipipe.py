@@ -359,10 +359,10 @@ def in_a_row(
 
 @dataclass(frozen=True)
 class Loads:
-    """Memory pressure of a pipeline: the moments at which a stage may exceed its budget.
+    """Memory excess of a pipeline, a row for each action of a stage that may exceed the budget.
 
-    Each row is a moment, an action on a stage. Diagonals of one kind recompute the same number of
-    layers (`kinds_of`); G is the number of kinds. Equal moments are merged.
+    Diagonals of the schedule that recompute equally many layers form a kind (`kinds_of`); G is the
+    number of kinds. Equal rows are merged.
     """
 
     excess_bytes: Array
@@ -391,11 +391,11 @@ class Loads:
 
     @property
     def least_sum(self) -> float:
-        """Lower bound on the recomputed layers over all diagonals.
+        """Lower bound on the recomputed layers, summed over all diagonals.
 
-        A moment alone needs at least the layers that cover its excess at the most bytes per layer
-        first. Needs of moments whose graphs have no kind in common add up; the bound is the largest
-        such sum, by dynamic programming over the kinds.
+        For each row alone: the fewest layers that save its excess bytes, taking first the kinds
+        that save most per layer. Rows that share no kind add up; the bound is the largest such sum,
+        by dynamic programming over the kinds.
         """
         most = self.counts * self.heights[:, None]
         order = np.argsort(-self.saved_bytes / self.counts, axis=1)

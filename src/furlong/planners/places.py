@@ -249,8 +249,8 @@ class PoolBatch:
 
 
 class Setting:
-    """A number of checkpointed layers, with the seconds of loads and the tokens that fit on a
-    process (`device_tokens`)."""
+    """Times and memory limit (`device_tokens`) of a pool's batch with a number of checkpointed
+    layers."""
 
     def __init__(
         self,
@@ -303,8 +303,8 @@ class Setting:
 def settings(
     batch: PoolBatch, budget_bytes: int | None, recompute_layers: Iterable[int]
 ) -> list[Setting]:
-    """Return the settings in which the longest sequence fits, up to the first in which all
-    sequences fit on one process."""
+    """Return a setting for each `recompute_layers` with which the longest sequence fits; stop once
+    all fit on one process."""
     model, shape, pool_size = batch.model, batch.model.shape, batch.pool_size
     memory = model.memory(budget_bytes)
     gathering = [n for n in batch.sizes if shape.kv_share(n) * n > 1]
@@ -363,7 +363,7 @@ class Division:
         self.reset(spots)
 
     def reset(self, spots: Spots) -> None:
-        """Replace the spots of all sequences."""
+        """Replace each sequence's `Spot`."""
         self.spots, self._seconds = dict(spots), None
         self.loads[:] = 0.0
         for seq_id, spot in spots.items():

@@ -228,7 +228,7 @@ class Question:
         return replace(self, steps=[seq_lens], size=StepSize(), weight=0.0)
 
     def call_of(self, seq_lens: Sequence[int]) -> Call:
-        """Return the call with these sequences; an unknown one gets no shared tokens."""
+        """Return the call with these lengths, or a new one without sharing."""
         lens = tuple(seq_lens)
         alike = (call for call in self.calls if call.seq_lens == lens)
         return min(alike, key=lambda call: call.shared, default=Call(lens))
@@ -300,7 +300,7 @@ class Question:
 
     @property
     def _may_cut_layers(self) -> bool:
-        """Whether a search may choose several stages without a pipeline."""
+        """Whether a search may cut the layers into layer-first stages."""
         shape, given = self.model.shape, self.given
         return (
             self.method in RESHARDING
@@ -452,8 +452,8 @@ class Space:
         return total_s
 
     def _step_s(self, model: CostModel, plan: ChunkPlan) -> float:
-        """Return a plan's contribution to the mean seconds of a step: its share if there are
-        several steps, the scaled-up seconds of a whole step if it is a part of one."""
+        """Return a plan's share of the mean step time. If it covers only part of a step, its time
+        is scaled up to the whole step."""
         weight = self.question.weight
         return min(1.0, weight) * step_s(model, plan, times=max(1.0, weight))
 

@@ -633,8 +633,8 @@ def _answer(trials: Trials, started_s: float) -> Answer:
 
 
 def walkable(question: Question) -> list[Layout]:
-    """Return the layouts that the given options allow, without those with idle replicas unless all
-    have some. Raises ConfigError."""
+    """Return the layouts that the options allow, preferring those without idle replicas. Raises
+    ConfigError."""
     some = question.layouts()
     found, reshards = some, question.given.get("reshard", False)
     if reshards:

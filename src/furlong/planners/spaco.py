@@ -225,8 +225,8 @@ def sampled(plan: ChunkPlan, sampling: Sampling, labelled: Collection[int] = ())
 
 
 def one_draw(plan: ChunkPlan, sampling: Sampling | None) -> ChunkPlan:
-    """The plan of a step as it is predicted: where it samples with one draw, always the same, in
-    which no chunk is known to have labels."""
+    """Return the plan used for predictions: chunks are sampled with seed 0, as if none had
+    labels."""
     return plan if sampling is None else sampled(plan, replace(sampling, seed=0))
 
 

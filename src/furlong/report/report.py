@@ -80,7 +80,7 @@ class PlanReport:
 
     @property
     def brought_bytes(self) -> int:
-        """Bytes of weights that a step copies from CPU memory to the device of that rank."""
+        """Bytes that a step copies from CPU memory to the rank of `weights`."""
         own = self.weights
         actions = self.plan.actions[self.plan.held.index(tuple(sorted(own.held)))]
         return round(sum(own.brought_bytes(a.stage) for a in actions if isinstance(a, Unshard)))

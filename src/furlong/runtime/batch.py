@@ -124,8 +124,8 @@ class Batch:
 
 
 def batch_of(sequences: Sequence[ShiftedSequence], seq_lens: Sequence[int] | None = None) -> Batch:
-    """Return a batch without joined sequences. `seq_lens`: full lengths, where some of `sequences`
-    are empty because they are on other processes."""
+    """Return a batch without merged prefixes. `seq_lens`: full lengths, if some `sequences` are
+    empty here, as other processes hold them."""
     lens = [len(s.input_ids) for s in sequences]
     is_whole = seq_lens is None or lens == list(seq_lens)
     planned = [
@@ -405,8 +405,8 @@ def _tree(
     forks: list[tuple[int, int]] = []
 
     def grow(group: range, depth: int, parent: int) -> None:
-        """Lay out a range of `order` after its `depth` shared tokens, which end at token `parent`
-        of the tree."""
+        """Append sequences `order[i]`, i in `group`, to the tree after `depth` equal tokens up to
+        `parent`."""
         for own in sorted(_groups(group, shared, depth + least_tokens), key=shortness):
             members = [order[number] for number in own]
             tokens = sequences[members[0]].input_ids

@@ -190,8 +190,8 @@ def check_packed_linears(model: HFDecoder) -> None:
 
 
 def _twins(model: HFDecoder, compute_dtype: torch.dtype | None = None) -> list[HFDecoder]:
-    """Return a twin if the model's own check is not sensitive enough; none in 16 bits for a class
-    that cannot be built small."""
+    """Return [a tiny twin] if checking the model itself is not enough, else []. Without a twin,
+    raise only if long sequences matter."""
     try:
         weights = model.base.parameters()
         dtypes = {(p.is_floating_point() and compute_dtype) or p.dtype for p in weights}
@@ -230,9 +230,8 @@ def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
 def _compare(trial: _Trial, truth: Run) -> tuple[dict[str, float], float]:
     """Return the errors of a run in chunks, and their bound.
 
-    Rounding can change a router's choice in 16 bits and, with large weights in float32, gradients
-    only. So a run above the bound is repeated with perturbed roundings: a real difference remains
-    in all of them.
+    Rounding can change a router's choice in 16 bits, and gradients in float32 if weights are large.
+    So a run above the bound is repeated with other roundings: a real difference remains in all.
     """
     model, errors = trial.model, trial.differences(trial.chunked(), truth)
     dtype = truth[GRADIENTS].dtype
@@ -529,8 +528,8 @@ def cuts(length: int) -> list[int]:
 
 
 def _cotangent(hidden: Tensor, length: int, num_tokens: int | None = None) -> Tensor:
-    """Return the loss's gradient (T, D) for a sequence of `length` tokens: random at its last
-    tokens, all in its last piece, and 0 before. `hidden` (any, D) gives D, dtype and device."""
+    """Return a loss gradient (T, D) for a sequence of `length` tokens: random at the last
+    `num_tokens` (default: in the last piece), else 0. `hidden` (any, D) gives D, dtype, device."""
     num_tokens = num_tokens or min(_LOSS_TOKENS, length - cuts(length)[-2])
     cotangent = hidden.new_zeros(length, hidden.shape[-1])
     cotangent[-num_tokens:] = random_like(cotangent[-num_tokens:])

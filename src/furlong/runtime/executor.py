@@ -277,8 +277,8 @@ class Executor:
         return hidden
 
     def _leaf(self, cell: Cell, at: tuple[int, int], what: Pass) -> Tensor:
-        """Return a copy of the stage's input (T, D), which a hook may change in place. For a graph
-        that leads to trained layers it is made of the leaf `cell.x`, which gets a gradient."""
+        """Return a copy of the stage's input (T, D), which a hook may change in place. If a graph
+        is built and a trained layer follows, `cell.x` is the leaf that gets its gradient."""
         lease = self._between.get(self._hidden["activation", at[0], at[1] - 1])
         x = lease.tensor.clone()
         lease.release()

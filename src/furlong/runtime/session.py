@@ -309,8 +309,8 @@ class Session:
 
     @contextmanager
     def heard(self, place: str, *, by_all: bool = True) -> Iterator[None]:
-        """Context manager: report an error to processes that wait for this one, and raise LinkError
-        if this one has lost another. `by_all`: whether all processes agree on an error inside."""
+        """Context manager: tell waiting processes about an error; raise LinkError if another
+        process is lost. `by_all`: errors inside are raised on all processes anyway."""
         if (ranks := self.ranks) is None or ranks.num_processes == 1:
             yield
             return

@@ -93,7 +93,7 @@ _LINKED = (Send, Recv, Unshard, Reduce)
 
 
 class ActionCosts(Protocol):
-    """The seconds that the clock needs from a cost model."""
+    """Seconds of actions, as a cost model computes them."""
 
     def compute_s(self, action: Action, rank: int) -> float:
         """Return the seconds of any action but Send and Recv: for an Unshard, those on the link;
@@ -231,7 +231,7 @@ class Clock:
         return Times(self._start_s, self._stop_s, self._copy_stop_s)
 
     def _walk(self, rank: int) -> Iterator[object]:
-        """Simulate one rank; yield what it waits for until that has a time."""
+        """Simulate one rank; yield what it is waiting for."""
         actions, starts, stops = self._plan.actions[rank], self._start_s[rank], self._stop_s[rank]
         now = 0.0  # when the rank is free for its next action
         index = 0

@@ -45,7 +45,7 @@ def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
 
 
 def most_of(needs: Iterable[Needs]) -> Needs:
-    """Return the maximum of each memory."""
+    """Return the maximum of each field."""
     return Needs(*map(max, zip(*needs, strict=True)))
 
 

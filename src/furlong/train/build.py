@@ -186,9 +186,9 @@ def load_splits(
     is_compared: bool = False,
     shared: Callable[[], SharedBlocks] | None = None,
 ) -> dict[str, Any]:
-    """The data sets `train` and, if there is one, `eval`; prints what was found. `format`: that of
-    the loss, None is the settings' own. `seed`, `say`, `shared`: see `StreamSet`. `day`: for
-    templates that write the date, None is today. `is_compared`: see `read_arrays`."""
+    """Return data sets `train` and, if configured, `eval`; prints what was found. `format`: the
+    loss's; None: the settings'. `seed`, `say`, `shared`: see `StreamSet`. `day`: for templates that
+    print the date; None: today. `is_compared`: see `read_arrays`."""
     data: dict[str, Any] = {}
     settings = _dated(settings, tokenizer, day)
     if settings.streaming:

@@ -175,7 +175,7 @@ class MetricsLog:
         self._advance(step)
 
     def _line(self, step: int, figures: StepFigures) -> str:
-        """The figures that one looks at while a run goes on, in columns; records have them all."""
+        """Format a step's main figures as a console line; records hold all figures."""
         loss = "-" if figures.loss is None else f"{figures.loss:.4f}"
         drawn = "" if figures.drawn_share is None else f"  drawn {figures.drawn_share:.0%}"
         computed_s = figures.forward_s + figures.recompute_s + figures.backward_s
@@ -271,7 +271,7 @@ class Callback:
     def on_export(self, trainer: Any, report: TrainReport) -> None: ...
 
     def on_train_end(self, trainer: Any, report: TrainReport) -> None:
-        """The model is exported. A run that a signal has stopped has not come to its end."""
+        """Called after the model is exported; not called if a signal stopped the run."""
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
@@ -315,8 +315,8 @@ class Records(Callback):
 
 
 def _continue(file: Path, keep_bytes: int, done: int) -> str:
-    """Leave in a file of records those of `done` steps, in its first bytes, that can be read.
-    Return a line about steps that are missing; empty where none is."""
+    """Cut a file of records to readable ones of steps up to `done`, in its first `keep_bytes`.
+    Return a warning if steps are missing."""
     found = file.read_bytes() if file.exists() else b""
     kept, steps = [], set[int]()
     for line in found[:keep_bytes].split(b"\n")[:-1]:

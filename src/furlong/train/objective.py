@@ -74,8 +74,8 @@ class Objective:
         return engine.compute(batch, options, backward=backward, watch=watch)
 
     def calls(self, data: DataSet | StreamSet, size: int | str) -> tuple[Call, ...]:
-        """Return the two-phase calls by which settings for a run over `data` are chosen, with
-        `size` as `chunks.size`; () if a step is one plan."""
+        """Return two-phase calls that represent the run when its options are chosen; () if a step
+        is one plan. `size`: `chunks.size`."""
         return ()
 
     def num_terms(self, batch: TrainBatch) -> int:

@@ -270,9 +270,9 @@ def warmup_steps_of(settings: TrainConfig, num_steps: int) -> int:
 def build_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainConfig, num_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return the schedule of transformers' `get_scheduler` for one step more, without its first
-    step, whose rate is 0, and with at least one warm-up step. So no step has rate 0, which (or
-    `min_lr`) would be reached one step after the last."""
+    """Return transformers' `get_scheduler` for `num_steps` + 1 steps, at least one of them
+    warm-up, shifted by one: no step has the rate 0 of its first step, or that (0 or `min_lr`) of
+    its last."""
     import_safely()  # it loads peft, which does not
     from transformers import get_scheduler
 

@@ -92,7 +92,7 @@ class RunModel:
         return cls(*known, cost_model_of(config, shape, machine, launch.num_processes, packed))
 
     def decided(self, decision: Decision) -> RunModel:
-        """Return a copy with the figures of what a run has decided for."""
+        """Return a copy with the cost model of a run's decision."""
         if self.cost is None:
             return self
         return replace(self, cost=model_of_run(self.cost, decision))
@@ -193,8 +193,8 @@ def longest_of(
 def planned_config(
     model: ModelConfig, source: str, known: Mapping[str, Any] | None, longest: int
 ) -> Any:
-    """The config of a model that is planned, with `model.config` and, for sequences of `longest`
-    tokens, `model.rope`. `known`: its own, where no file at `source` has it. Raises UserError."""
+    """Return a model's config, with `model.config` and `model.rope` (for `longest` tokens) applied.
+    `known`: its values, if `source` has none. Raises UserError."""
     if known is None:
         config = read_config(source, changes=model.config, as_floats=True)
     else:

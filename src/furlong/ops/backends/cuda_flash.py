@@ -266,11 +266,11 @@ class _Call:
 
 
 def _rows_apart(num_rows: int, num_keys: int, block: Block) -> int:
-    """Number of leading rows that need a separate call: with more rows than keys and a window,
+    """Return how many leading rows need a separate call: with more rows than keys and a window,
     those that see every key.
 
-    With a left window the kernel also bounds the right side, by the number of keys, so that these
-    rows would lose keys. The rows after them are fewer than the keys.
+    With a left window the kernel also limits the keys on the right, and would hide keys from these
+    rows. The remaining rows are fewer than the keys.
     """
     if block.window is None or block.is_full(num_rows, num_keys) or num_rows <= num_keys:
         return 0

@@ -211,8 +211,8 @@ def _drawn(kind: CallKind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
 
 
 def _probes(kind: CallKind, *, has_tiles: bool) -> Iterator[tuple[int, int, Block]]:
-    """Yield (rows, keys, block) that cover a kind: with a window, blocks that it cuts, blocks
-    inside it, and fewer keys than rows. `has_tiles`: large blocks take other kernels."""
+    """Yield (rows, keys, block) to test a kind: square, packed, and earlier keys; with a window
+    also blocks inside it and fewer keys than rows. `has_tiles`: also large blocks."""
     softcap = 20.0 if kind.is_capped else None
     rule = Block(0, kind.head_dim**-0.5, None, softcap, kind.value_width)
     num_rows = 48

@@ -47,7 +47,7 @@ Facts = Mapping[str, object]
 
 
 class _Word(NamedTuple):
-    """The part of one process in an exchange."""
+    """What a process sends in `exchange`."""
 
     place: str
     """The call that the process makes, in words."""
