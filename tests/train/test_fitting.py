@@ -13,7 +13,8 @@ from helpers.tiny_runs import TinyRun
 from safetensors.torch import load_file
 
 from furlong.cli.main import main
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, LinkError
+from furlong.ops.backends.select import is_out_of_memory
 from furlong.planners.options import ChunkOptions
 from furlong.train.memory import Fitting, OverBudgetError, UsedMemory
 
@@ -107,6 +108,12 @@ def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
         Fitting(ChunkOptions()).compute(
             call, name="step 1", num_tokens=10, device=torch.device("cpu")
         )
+
+
+def test_a_lack_of_memory_of_another_process_is_not_this_ones() -> None:
+    text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(LinkError(f"process 1 left it by RuntimeError: {text}"))
 
 
 def test_what_failed_is_undone_before_the_next_try() -> None:

@@ -113,11 +113,24 @@ def test_collectives_of_a_step_wait_for_its_slowest_replica(monkeypatch):
         run_made=lambda make, *_, **__: make(),
     )  # fmt: skip
     engine = BatchEngine(own)
-    engine._plans = SimpleNamespace(get=planner.plan, expect=lambda _: None)
+    engine._plans = SimpleNamespace(get=planner.plan, expect=lambda _: None, drop=lambda _: None)
     batch = SimpleNamespace(seq_lens=(60, 8), num_valid_tokens=1, part=lambda *_: {})
     for backward in (True, False):
         engine.compute(batch, ChunkOptions(size=16), backward=backward)
     assert [limit >= timedelta(hours=2) for limit in allowed] == [True, True]
+
+
+def test_a_call_that_fails_before_it_took_its_plan_can_be_made_again():
+    """Else the other processes would plan anew, and wait for this one."""
+    own = SimpleNamespace(ranks=None, run_made=lambda *_, **__: next(iter(())))
+    engine = BatchEngine(own)
+    batch = SimpleNamespace(seq_lens=(5, 7), num_valid_tokens=1)
+    with closing(shared()) as plans:
+        engine._plans = plans
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                engine.compute(batch, ChunkOptions(size=16))
+            assert not plans._coming
 
 
 def test_plans_come_in_the_order_in_which_they_were_expected(monkeypatch):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,9 @@ from furlong.cli.lengths import count_run
 from furlong.cli.main import main
 from furlong.config.sources import build_run, load_run
 from furlong.errors import ConfigError
+from furlong.plan.plan import Layout
+from furlong.planners.decide import Decision
+from furlong.planners.options import ChunkOptions
 from furlong.train import run_folder
 from furlong.train.metrics import MetricsLog
 
@@ -270,6 +274,25 @@ def test_a_default_of_today_is_not_given_to_a_run_of_before(
     values["model"]["kernels"] = "auto"
     with ExitStack() as stack, pytest.raises(ConfigError, match=r"model\.kernels"):
         run_folder.open_run_folder(stack, build_run(values, "here"), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("processes", "size"), [(2, 64), (4, 256), (8, None)], ids=["shrunk", "checkpoint", "anew"]
+)
+def test_options_are_the_newest_that_fit_the_processes(
+    processes: int, size: int | None, tmp_path: Path
+) -> None:
+    """A run of 4 went on with 2, where chunks have shrunk before the first checkpoint."""
+    saved, shrunk = (
+        run_folder.values_of(Decision(ChunkOptions(size=size), "", layout=Layout(dp=dp)))
+        for size, dp in ((256, 4), (64, 2))
+    )
+    (tmp_path / "options.json").write_text(json.dumps(shrunk))
+    state: Any = {"options": saved, "written_by": {"processes": 4}}
+    checkpoint: Any = SimpleNamespace(state=state)
+    found = run_folder._decided(tmp_path, checkpoint, {}, processes)
+    assert (found and found.options.size) == size
+    assert run_folder._decided(tmp_path, checkpoint, {"chunks.size": 32}, processes) is None
 
 
 @pytest.mark.slow

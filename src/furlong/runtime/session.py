@@ -249,9 +249,9 @@ class Session:
             if self._is_sharded:
                 reshard(base)  # a direct call of the model leaves weights gathered
             self.scan = scan(self.given, base)
-            if not takes_autocast:
-                refuse_autocast(self.scan.parameters, kind, self.compute_dtype)
             try:
+                if not takes_autocast:
+                    refuse_autocast(self.scan.parameters, kind, self.compute_dtype)
                 with torch.autocast(kind, enabled=False):
                     yield
             finally:
@@ -344,8 +344,14 @@ class Session:
             ranks = None
         heights = (self.model.num_layers,)
         trains = any(parameter.requires_grad for parameter in self.scan.parameters)
-        own = self.lacks(heights), self.model.num_frozen_layers, trains
-        _, each = agree(self.ranks, lambda: (None, {}, own))
+
+        def read() -> tuple[None, Facts, tuple[int, int, bool]]:
+            # only stages ask for frozen layers; not every decoder holds a list of its layers
+            is_cut = self.ranks is not None and self.ranks.pp > 1
+            num_frozen = self.model.num_frozen_layers if is_cut else 0
+            return None, {}, (self.lacks(heights), num_frozen, trains)
+
+        _, each = agree(self.ranks, read)
         self.require_checked(heights, [lacks for lacks, *_ in each])
         self.frozen_layers = [num_layers for _, num_layers, _ in each]
         self.trains = any(trains for *_, trains in each)

@@ -348,9 +348,10 @@ def take_step(
         tally = session.state.backend.tally
         tally.taken()  # drop counts of checks and other calls
         # An error closes this process's connections before `stack` ends, which waits for gathers
-        # that others join.
+        # that others join. Its end adds up tied gradients, so it is a part of the step.
         with session.heard("a step", by_all=False):
             loss_sum, timeline = executor.run(watch)
+            stack.close()
     if num_labels is None:
         num_labels = executor.num_labels
     assert num_labels == executor.num_labels, "the plan met other labels than the batch has"

@@ -148,6 +148,10 @@ class SharedPlans:
         finally:
             self.waited_s = time.perf_counter() - started_s
 
+    def drop(self, wanted: Wanted) -> None:
+        """Forget a plan that no call will request."""
+        self._coming.pop(wanted, None)
+
     def close(self) -> None:
         """Stop the thread after the plans that any process expects."""
         self._thread.shutdown()
@@ -261,7 +265,10 @@ class BatchEngine:
                 made.append(with_drawn_chunks(plan, batch, options) if backward else plan)
             return made[0], batch.part(self.engine.reads(made[0]))
 
-        return self.engine.run_made(make, batch.num_valid_tokens, weights=weights, watch=watch)
+        try:
+            return self.engine.run_made(make, batch.num_valid_tokens, weights=weights, watch=watch)
+        finally:  # another process may have refused before this one took its plan
+            plans.drop(Wanted.of(batch, options, backward=backward))
 
     def share(self, num_sequences: int) -> range:
         """Return the sequences whose token losses, known to all, this process aggregates."""

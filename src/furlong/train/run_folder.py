@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -280,19 +280,19 @@ def clear_leftovers(path: Path, newest: Checkpoint | None) -> None:
 def _decided(
     path: Path, checkpoint: Checkpoint | None, changed: Mapping[str, Any], num_processes: int
 ) -> Decision | None:
+    found: list[Decision] = []
+    # The file is no older than the checkpoint: chunks may have shrunk since. Where it cannot be
+    # read and there is no checkpoint, no step depends on it, and options are decided again.
+    with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+        found.append(decision_of(json.loads((path / OPTIONS).read_text(encoding="utf-8"))))
+    if checkpoint is not None:
+        found.append(decision_of(checkpoint.state["options"]))
+    fitting = [one for one in found if one.layout.num_devices == num_processes]
     causes = [key for key in changed if key.startswith(_DECIDING_KEYS)]
-    if checkpoint and checkpoint.state["written_by"]["processes"] != num_processes:
-        causes.append("the number of processes")
+    causes += ["the number of processes"] * (checkpoint is not None and not fitting)
     if causes:
         print(f"options are decided again, for these keys have changed: {', '.join(causes)}")
-        return None
-    try:  # it may have shrunk since the checkpoint
-        found = decision_of(json.loads((path / OPTIONS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, ConfigError):
-        if checkpoint is None:  # no step depends on it: it is made again
-            return None
-        found = decision_of(checkpoint.state["options"])
-    return found if found.layout.num_devices == num_processes else None
+    return None if causes or not fitting else fitting[0]
 
 
 def create_run_folder(stack: ExitStack, path: Path) -> None:
@@ -330,6 +330,11 @@ def lock_folder(stack: ExitStack, path: Path) -> None:
         ) from None
     except OSError:
         print(f"warning: the file system of {path} has no locks: start no second process in it")
+
+
+def is_ours(path: Path) -> bool:
+    """Whether the folder holds a run, or is locked by one that begins."""
+    return holds_run(path) or (path / _LOCK).exists()
 
 
 def holds_run(path: Path) -> bool:

@@ -80,6 +80,7 @@ from furlong.train.run_folder import (
     create_run_folder,
     folder_errors_reported,
     holds_run,
+    is_ours,
     list_checkpoints,
     list_export,
     read_checkpoint,
@@ -767,7 +768,7 @@ class Trainer:
 
     def _record_options(self, options: ChunkOptions) -> bool:
         """Write the current options to the run folder; return whether a resume takes them."""
-        if self.run.path.is_dir():
+        if is_ours(self.run.path):
             write_json(self.run.path / OPTIONS, values_of(shrunk(self.decision, options)))
         return holds_run(self.run.path)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from furlong.errors import first_line
+from furlong.errors import ElsewhereError, first_line
 from furlong.ops.backends.base import Backend, Block, Tally
 from furlong.ops.backends.cpu_flash import CPUFlash
 from furlong.ops.backends.cuda_flash import CUDAFlash, CUDAFlash4, flash_3, flash_4
@@ -21,7 +21,9 @@ _NO_MEMORY_ON_CPU = "can't allocate memory"  # torch's CPU allocator raises a Ru
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an out-of-memory error, on a GPU or on a CPU."""
+    """Whether an error is an out-of-memory error of this process, on a GPU or on a CPU."""
+    if isinstance(error, ElsewhereError):  # it quotes the error of another process
+        return False
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         _NO_MEMORY_ON_CPU in str(error)
     )

@@ -53,6 +53,8 @@ class _Word(NamedTuple):
     """The call that the process makes, in words."""
     failure: str
     """The reason why it cannot go on, in one line; "" if it can."""
+    is_quoted: bool
+    """Whether that is the error of another process, which reports it, too, if it can."""
     facts: Facts
     value: Any
 
@@ -104,8 +106,8 @@ def report(
     ranks: Ranks, error: Exception, place: str, group: dist.ProcessGroup | None = None
 ) -> None:
     """Tell an error to processes that wait for this one in `exchange`. A collective."""
-    is_told = isinstance(error, ElsewhereError)  # by the process that it names
-    _said(ranks, _Word(place, "" if is_told else reason_of(error), {}, None), group)
+    is_quoted = isinstance(error, ElsewhereError)
+    _said(ranks, _Word(place, reason_of(error), is_quoted, {}, None), group)
 
 
 def exchange(
@@ -113,9 +115,10 @@ def exchange(
     *, facts: Facts | None = None,
 ) -> list[_V]:  # fmt: skip
     """All-gather an object in a group, by default of all processes; raises as `agree` does."""
-    words = _said(ranks, _Word(place, "", facts or {}, value), group)
-    failed = {number: word.failure for number, word in words.items() if word.failure}
-    if failed:
+    words = _said(ranks, _Word(place, "", False, facts or {}, value), group)
+    all_failed = {number: word.failure for number, word in words.items() if word.failure}
+    if all_failed:
+        failed = {n: all_failed[n] for n in all_failed if not words[n].is_quoted} or all_failed
         names, reason = ", ".join(map(str, failed)), next(iter(failed.values()))
         raise ElsewhereError(
             in_four_parts(
