@@ -1,4 +1,4 @@
-"""`furlong calibrate`: measures this machine, and writes what plans are predicted with."""
+"""`furlong calibrate`: measures this machine and writes the figures that predictions use."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def run(arguments: Sequence[str]) -> int:
     subject: str | None = chosen.subject
     config = load_run(subject) if subject is not None and is_run_file(subject) else None
     dtype = chosen.dtype or (config.model.dtype if config else "float32")
-    # that for temporary files is often in RAM
+    # not the folder for temporary files, which is often in RAM
     disk_dir = chosen.disk_dir or (config.memory.disk_dir if config else None) or "."
     if chosen.out is not None:
         check_place(chosen.out)
-    # torch and transformers are loaded when the command line has been found sound.
+    # torch and transformers load slowly: the command line is checked first.
     tell_loading()
     from furlong.calibrate.measure import processes
     from furlong.calibrate.run import calibrate, config_of, default_config, named_device
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     out = chosen.out or machine_of(device).calibration_file(dtype)
     check_place(out)
     folder = Path(disk_dir).expanduser()
-    NamelessFile(folder).close()  # raises ConfigError where the disk could have no file
+    NamelessFile(folder).close()  # raises ConfigError if no file can be written there
     model = config.model.name if config else subject
     with processes(device) as is_first:
         machine, results = calibrate(
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def check_place(file: Path) -> None:
-    """Make the folder of a calibration's file. Raises ConfigError where it cannot be written."""
+    """Make the folder of a calibration file. Raise ConfigError if the file cannot be written."""
     with writing(file):
         existed = file.exists()
         file.open("a", encoding="utf-8").close()
@@ -67,7 +67,7 @@ def check_place(file: Path) -> None:
 
 
 def tables(machine: Machine, results: Sequence[TrialResult]) -> list[str]:
-    """The measured figures, and predictions beside measurements of all plans."""
+    """Return two tables: the measured figures, and measured and predicted values of each plan."""
     figures = [
         [name.replace("_", " "), _shown(name, value, machine)]
         for name, value in machine.measurements.items()
@@ -91,7 +91,7 @@ def tables(machine: Machine, results: Sequence[TrialResult]) -> list[str]:
 
 
 def _shown(name: str, value: Any, machine: Machine) -> str:
-    """A measured figure with its unit."""
+    """Return a measured figure with its unit."""
     if isinstance(value, Efficiency):
         rate = format_count(value.best * machine.peak_flops_per_s)
         half = f", half of it at {value.half_tokens:.0f} tokens" if value.half_tokens else ""

@@ -65,7 +65,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def run_file(made: Conversion) -> str:
-    """The run file, with a line for each key of the recipe."""
+    """Return the text of the run file. Comments name all keys of the recipe: taken keys above the
+    values that they set, the others at the end."""
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import CommentedMap
 
@@ -103,14 +104,14 @@ def run_file(made: Conversion) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Long texts in lines of their own."""
+    """Return a value to write as YAML: a string of several lines as a literal block."""
     from ruamel.yaml.scalarstring import LiteralScalarString
 
     return LiteralScalarString(value) if isinstance(value, str) and "\n" in value else value
 
 
 def _written(name: str, value: Any) -> str:
-    """A foreign key as one short line."""
+    """Return a key of the recipe with its value as one short line."""
     text = " ".join(str(value).split())
     text = in_short(text, 60)
     return f"{name}: {text}"

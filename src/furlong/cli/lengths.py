@@ -71,15 +71,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
-    """Return the lengths of a run's first epoch, with its tokenizer or another; prints what was
-    found."""
+    """Return the sequence lengths of a run's first epoch; prints a description of the data.
+    `tokenizer`: used instead of the run's."""
     tell_loading()
     from furlong.data.tokenize import tokenizer_of
     from furlong.train.build import load_splits
     from furlong.train.objective import objective_of
 
     given, limit = config.data, config.data.max_seq_len
-    # What is too long for the run is what one wants to see here.
+    # A run refuses sequences longer than max_seq_len; here they are counted, too.
     is_whole = given.too_long == "error" and not given.streaming and not given.join
     unlimited = {"max_seq_len": None} if is_whole else {}
     if tokenizer is not None:

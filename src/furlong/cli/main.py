@@ -1,7 +1,7 @@
 """The command `furlong`: verbs, exit codes, nothing heavy at import.
 
-Exit codes: 0; 2 with one message of four parts for what the user can mend; 128 and the signal's
-number (130 for Ctrl-C) where a signal ended the verb; 1 for our own failures, with a traceback.
+Exit codes: 0; 2 with one message of four parts for an error that the user can fix; 128 plus the
+signal's number (130 for Ctrl-C) if a signal ended the verb; 1 with a traceback for our own errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from furlong.families import versions_in_words
 from furlong.train.stop import QuietEnd
 
 _VERBS = ("train", "plan", "lengths", "calibrate", "export", "verify", "convert")
-# Verbs whose result is what they print: elsewhere it lies in files.
+# Verbs whose result is their output.
 _PRINTED = ("plan", "lengths")
 _HELP = """\
 usage: furlong VERB [...]
@@ -44,20 +44,20 @@ verbs:
 
 
 def command() -> NoReturn:
-    """Runs the command line and ends the process, without taking torch apart, which needs seconds.
+    """Run the command line and end the process without the teardown of torch, which takes seconds.
 
-    Only for a process of its own: nothing runs behind the handlers that are registered meanwhile.
+    Only for a process of its own: exit handlers that were registered before are not called.
     """
     ended: list[int] = []
-    # The first to be registered is the last to be called.
+    # Registered first, as atexit calls the last registered handler first.
     atexit.register(_leave, ended)
     ended.append(main())
     sys.exit(ended[0])
 
 
 def _leave(ended: list[int]) -> None:
-    """Ends the process at once with the code in `ended`, if a verb has come to its end; coverage
-    writes its figures later."""
+    """End the process at once with the code in `ended`, if `main` has returned. Not under coverage,
+    whose exit handler writes its data later."""
     if ended and "coverage" not in sys.modules:
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller
             stream.flush()
@@ -65,11 +65,11 @@ def _leave(ended: list[int]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line; returns the exit code."""
+    """Run one command line and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # a place, where mapped memory loses its file
-    # what it warns of while it reads a config, again for each copy, is checked here
+        faulthandler.enable(sys.__stderr__)  # a traceback, e.g. if a mapped file is truncated
+    # transformers warns each time it reads a config; furlong checks the same things
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with lasting_output() as out, QuietEnd() as end:
@@ -79,18 +79,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         except BaseException:
-            # Libraries make other errors of a signal that comes while they are imported.
+            # A library may have replaced the exception that the signal raised.
             if end.number is None:
                 raise
             print(end, file=sys.stderr)
             return 128 + end.number
-        if end.number is not None:  # a verb has told what it had
+        if end.number is not None:  # the verb has printed what it had
             return 128 + end.number
         return code or _check_written(out, given)
 
 
 def _check_written(out: Output, arguments: list[str]) -> int:
-    """The exit code of a verb that has done its work, by what became of its output."""
+    """Return the exit code of a verb that has succeeded: 2 if its result is its output and that is
+    incomplete, else 0. Warn of incomplete output."""
     out.flush()
     if out.error is None:
         return 0

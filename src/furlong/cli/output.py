@@ -1,4 +1,4 @@
-"""Files that a verb writes, and output that never ends the work.
+"""Files that a verb writes, and stdout and stderr whose failed writes do not stop the verb.
 
 Standard output and error may be closed or full, or their reader gone.
 """
@@ -22,10 +22,10 @@ _BEGINNINGS = {".png": (b"\x89png",), ".svg": (b"<?xml", b"<svg")}
 
 
 class Output:
-    """A text stream that drops everything from the first failed write on.
+    """A text stream that drops everything after its first failed write.
 
-    `error` is then what the operating system said. A reader that went away (`furlong ... | head`)
-    and a terminal that was closed took what they wanted: these leave no error.
+    `error`: the operating system's message for that failure; None if the reader ended early
+    (`furlong ... | head`) or the terminal was closed, which count as success.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -39,7 +39,7 @@ class Output:
                 self._stream.write(text)
             except (OSError, ValueError) as error:
                 self._give_up(error)
-        if "\n" in text:  # a log file is read while the work goes on
+        if "\n" in text:  # a log file may be read while the verb runs
             self.flush()
         return len(text)
 
@@ -62,7 +62,7 @@ class Output:
         number = getattr(error, "errno", None)
         if number not in (errno.EPIPE, errno.EIO):
             self.error = getattr(error, "strerror", None) or str(error)
-        # What the stream still holds is written when Python ends: to nowhere, without a word.
+        # Python flushes the stream's buffer at exit: to the null device, so that it cannot fail.
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -70,16 +70,17 @@ class Output:
 
 
 def tell_loading() -> None:
-    """Print, before seconds of imports, what takes them; to stderr, which no script reads."""
+    """Print to stderr, before imports that take seconds, that torch and transformers are loaded."""
     if "torch" not in sys.modules:
         print("loading torch and transformers ...", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def lasting_output() -> Iterator[Output]:
-    """Within it stdout and stderr never raise; yields stdout, flushed at the end."""
+    """Context manager: replace stdout and stderr by streams that never raise. Yields stdout; both
+    are flushed at the end."""
     before = sys.stdout, sys.stderr
-    # Also for a closed stdin: no file of a run gets the number of a stream, and what is printed.
+    # Also for a closed stdin, so that no file of a run gets the descriptor of a standard stream.
     closed = [stream for stream in (*before, sys.stdin) if stream is None]
     nowhere = [open(os.devnull, "w") for _ in closed]  # noqa: SIM115
     unused = iter(nowhere)
@@ -97,8 +98,8 @@ def lasting_output() -> Iterator[Output]:
 
 @contextmanager
 def speaker_only(speaks: bool) -> Iterator[None]:
-    """Within it a process that does not speak for all prints nothing and warns of nothing; what it
-    writes to the standard error is seen."""
+    """Context manager: unless `speaks`, drop what this process prints to stdout, and its warnings.
+    Other output to stderr is kept."""
     if speaks:
         yield
         return
@@ -108,7 +109,7 @@ def speaker_only(speaks: bool) -> Iterator[None]:
 
 
 def check_output(path: Path, flag: str, endings: Sequence[str], *keys: str) -> None:
-    """Raise ConfigError for a name with another ending, and where `check_replaced` does."""
+    """Raise ConfigError if the suffix of `path` is not one of `endings`, or as `check_replaced`."""
     if path.suffix.lower() not in endings:
         required = f"a name that ends in {' or '.join(endings)}"
         raise refusal(f"{flag} {path}", required, "give the file another ending")
@@ -117,7 +118,7 @@ def check_output(path: Path, flag: str, endings: Sequence[str], *keys: str) -> N
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Make the folder of what is written; raises ConfigError in the place of the system's error."""
+    """Context manager: make the folder of a file that is written; turn OSError into ConfigError."""
     change = ", or choose another place"
     required = "a file that can be written"
     with os_errors_told(ConfigError, required=required, source=str(path), or_else=change):
@@ -130,7 +131,7 @@ def check_replaced(path: Path, flag: str, *keys: str) -> None:
     `keys`, no image of its suffix. It may be empty."""
     try:
         content = path.read_bytes() if path.is_file() else b""
-    except OSError:  # told when it is written
+    except OSError:  # reported when the file is written
         return
     if not content.strip():
         return

@@ -1,6 +1,6 @@
 """`furlong plan`: chooses a plan, or shows one that was saved or measured.
 
-A plan is shown in one way, wherever it comes from: as a page or as JSON, saved, drawn.
+Every plan is shown in the same way: as a page or as JSON, and, if asked, saved and drawn.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ _OF_A_PLAN = (
     "--model", "--memory", "--hardware", "--no-calibration",
     "--json", "--out", "--picture", "--trace",
 )  # fmt: skip
-"""Flags, or what they begin with, that go with a plan which is there already."""
+"""Prefixes of the flags that are allowed with a saved plan or a run folder."""
 _PICTURES = (".png", ".svg")
 _FILES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "out": ((".json",), ("chunks", "actions")),
     "picture": (_PICTURES, ()),
     "trace": ((".json",), ("traceEvents",)),
 }
-"""Endings and keys of the files that are written."""
+"""Flag -> (suffixes, keys of the JSON object) of the file that it writes."""
 _APART: tuple[tuple[tuple[str, ...], str], ...] = (
     (("smallest", "compare"), "one of both: --compare shows every method on given devices"),
     (("smallest", "hardware", "devices"), "one of the last two at most: the other is looked for"),
@@ -99,7 +99,7 @@ _APART: tuple[tuple[tuple[str, ...], str], ...] = (
     (("compare", "trace"), "one plan to write: --compare makes one per method"),
     (("compare", "verbose"), "one of both: --compare has no choice to explain"),
 )
-"""Flags that do not go together, and what is required."""
+"""(flags that exclude each other, what is required instead)."""
 _ABOUT_PEAKS = (
     "device peak: all memory in use; on a CPU that of the whole process, which plans do not predict"
 )
@@ -135,7 +135,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def parse_flags(arguments: Sequence[str]) -> RunFlags:
-    """The command line. Raises ConfigError; `--help` ends the process with SystemExit(0)."""
+    """Return the parsed command line. Raises ConfigError; `--help` ends the process with
+    SystemExit(0)."""
     parser = FlagParser("plan", takes="--section.key=value", description=_ABOUT, usage=_USAGE)
     parser.add_argument("subject", nargs="?", metavar="RUN.yaml|PLAN.json|RUN_FOLDER")
     _add_flags(parser)
@@ -187,7 +188,7 @@ def _check_outputs(chosen: Namespace) -> None:
 
 
 class Found(NamedTuple):
-    """An answer to a question of the command line."""
+    """The answer to a `PlanQuestion`."""
 
     decision: Decision
     answer: Answer
@@ -197,22 +198,23 @@ class Found(NamedTuple):
 
     @property
     def options(self) -> str:
-        """The words for the options; empty where all chunks are a method's own."""
+        """Words for the options; empty if no method of the plan has chunk options."""
         is_own = all(map(has_own_chunks, self.method.split(", ")))
         return "" if is_own else options_in_words(self.decision.options)
 
     @property
     def words(self) -> str:
-        """The method, the layout and the options."""
+        """Words for the method, the layout and the options."""
         layout, stages = self.decision.layout, self.decision.stages
         division = division_in_words(layout, stages) if layout.num_devices > 1 else ""
         return ", ".join(filter(None, (self.method, division, self.options)))
 
 
 def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found:
-    """The decision of a run on the batch's sequences, of one `method` or the question's own.
+    """Return the plan of the question's batch, decided as in a run. `method` overrides
+    `chunks.method`.
 
-    Raises ConfigError where no plan is predicted to fit.
+    Raises ConfigError if no plan is predicted to fit.
     """
     batch, config = question.batch, question.config
     calls: tuple[Call, ...] = ()
@@ -221,7 +223,7 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
         number = len(batch.seq_lens)
         calls = tuple(call for call in batch.lengths.calls if len(call.seq_lens) == number)
         calls = calls or (Call(batch.seq_lens),)
-    # as a run does, decided by a part of it
+    # a large batch on several devices is decided by sampled steps, as in a run
     asked = replace(question.asked, method=method or config.chunks.method, calls=calls)
     is_large = asked.num_devices > 1 and sum(batch.seq_lens) > MAX_STEP_TOKENS
     decision = decide(
@@ -249,7 +251,7 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
 
 def _refused_start(question: PlanQuestion, own: RankWeights) -> str:
     """Return why a run that fits cannot start, or "": some kernels are first compared on the
-    unsharded model, which must fit."""
+    unsharded model, which must fit on each device."""
     kernels, training = question.config.model.kernels, own.training
     master = training.master_bytes or training.compute_bytes
     whole = (own.in_use - own.trained) * training.compute_bytes + own.trained * master
@@ -288,7 +290,7 @@ def _show_found(
     else:
         tell("looking for the longest sequence that would fit")
         longest_words, longest = _longest(question, answer, report)
-    # a method's own chunks have none of these options
+    # candidates of methods without chunk options have no `longest`
     next_best = [
         {"method": one.method, "layout": asdict(one.layout),
          "options": option_values(one.options) if one.longest else {}, "step_s": one.step_s}
@@ -333,14 +335,15 @@ def _show_found(
 
 
 def _of_run(question: PlanQuestion, found: Found) -> tuple[str, dict[str, Any]]:
-    """How long the steps of a run take, on average over its data: words and values; nothing where
-    they are not known, or a step is several calls."""
+    """Return words and values for the time of a run, with the mean time of its steps. Empty if the
+    number of steps is unknown, or if the loss compares sequences, so that a step is several
+    calls."""
     asked, report, train = found.answer.question, found.report, question.config.train
     if not question.is_long or train.is_of_pairs:
         return "", {}
     lengths, per_step = question.batch.lengths, asked.size.sequences or 1
     step_s, tokens = report.whole_step_s, sum(report.plan.seq_lens)
-    if question.is_run:  # the plan that is shown is of a step with the longest sequence
+    if question.is_run:  # the shown plan has the longest sequence; this is the mean
         step_s = found.answer.best.step_s + report.update_s * (asked.num_devices == 1)
         tokens = round(per_step * lengths.num_tokens / lengths.num_sequences)
     steps = train.steps or ceil((train.epochs or 1) * ceil(lengths.num_sequences / per_step))
@@ -362,8 +365,8 @@ def _of_run(question: PlanQuestion, found: Found) -> tuple[str, dict[str, Any]]:
 def _longest(
     question: PlanQuestion, answer: Answer, report: PlanReport
 ) -> tuple[str, dict[str, Any]]:
-    """Whether the data's longest sequence fits, and the longest that would: words and values. It
-    does not where the plan of the batch that is shown needs more memory than there is."""
+    """Return words and values: whether the data's longest sequence fits, and how long one may be.
+    It does not fit if the plan of the batch needs more memory than there is."""
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
     positions = question.asked.model.shape.num_positions
     is_beyond = positions is not None and positions < own
@@ -371,7 +374,7 @@ def _longest(
     most = None if is_beyond else positions
     longest = longest_sequence(answer, start=own, num_positions=most)
     fits = not report.lacks and tokens <= max(longest.num_tokens, own)
-    digits = 10 ** max(0, len(str(longest.num_tokens)) - 3)  # it is found to 1 %
+    digits = 10 ** max(0, len(str(longest.num_tokens)) - 3)  # it is exact to 1 %
     count = f"{longest.num_tokens // digits * digits:,}"
     values = {
         "longest_of_data_fits": fits,
@@ -400,10 +403,9 @@ def reasons(answer: Answer) -> list[str]:
     """Return a line for each choice that the search made: weights on the CPU, sizes of the layout
     above 1, `reshard`, then the size of chunks, `keep`, `offload` and `order`.
 
-    A choice has no line where it was given or where nothing was offered in its place; `reshard`
-    has one where the weights of stages are freed. Costs are
-    those of plans that were timed; `about` marks those of estimates by closed forms, `at least`
-    those of bounds.
+    A choice has no line if it was given or had no alternatives; `reshard` has one only if the plan
+    frees weights of stages. Costs come from timed plans; `about` marks closed-form estimates,
+    `at least` marks bounds.
     """
     return [*_of_weights(answer), *_of_layout(answer), *_of_options(answer)]
 
@@ -442,7 +444,7 @@ def _of_layout(answer: Answer) -> Iterator[str]:
         size = getattr(best.layout, name)
         below = [layout for layout in others if getattr(layout, name) < size]
         if name not in question.given and below:
-            # without it, else the fastest with less of it
+            # the fastest layout with size 1; if there is none, with a smaller size
             layout = min(below, key=lambda one: (getattr(one, name) > 1, others[one][0]))
             yield f"{name} {size}: {layout} {others[layout][1]}"
 
@@ -473,7 +475,7 @@ def _of_options(answer: Answer) -> Iterator[str]:
 
 
 def _keys(options: ChunkOptions) -> dict[str, Any]:
-    """The options that have a line, by name."""
+    """Return the values of the options that `reasons` explains, by name."""
     names = ("reshard", "size", "keep", "offload", "order")
     values = {
         "offload": "none", "order": options.order, "reshard": False, **option_values(options)
@@ -482,8 +484,9 @@ def _keys(options: ChunkOptions) -> dict[str, Any]:
 
 
 def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
-    """Return in words what another value of the option `name` costs, with the best offload and
-    number of retained chunks for it; "" where nothing offers it."""
+    """Return in words what `wanted`, with another value of option `name`, costs more than the
+    choice, with the best offload and number of retained chunks. "" if no candidate has these
+    options, or if its estimate is no longer."""
     question, chosen, limits = answer.question, answer.by_options, answer.question.limits
     assert chosen is not None
     compared = [key for key in wanted if key != "offload" or name == "offload"]
@@ -510,7 +513,7 @@ def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
     needs = {one.options: refused.get(one.options, one.least) for one in offered}
     lacking_bytes = {options: limits.lacking(least) for options, least in needs.items()}
     held = [one.estimate_s for one in offered if not lacking_bytes[one.options]]
-    if held:  # an estimate that is no longer says nothing against it
+    if held:  # without a longer estimate there is no reason to give
         ratio = min(held) / chosen.estimate_s
         return f"about {_more(ratio)}" if ratio >= 1.0005 else ""
     lacking = min(lacking_bytes.values(), default=0)
@@ -525,20 +528,20 @@ def _words(value: Any) -> str:
 
 
 def _more(ratio: float) -> str:
-    """Words for the ratio of two durations."""
+    """Return words for the ratio of two durations."""
     if abs(ratio - 1) < 5e-4:
         return "as long"
     return f"{abs(ratio - 1):.1%} {'longer' if ratio > 1 else 'less'}"
 
 
 def _show_smallest(flags: RunFlags, tell: Tell) -> None:
-    """The plan for the smallest known card that holds one, or for the fewest of --hardware's, in
-    powers of two times the sizes that are given. Raises ConfigError where none does."""
+    """Show the plan on the smallest known card that holds the batch; with --hardware, on the fewest
+    of these devices (the given sizes times a power of two). Raises ConfigError if no trial fits."""
     own, of_size, known = flags.own, dict[int, str](), known_machines()
     for name in sorted(known, key=lambda name: known[name].peak_flops_per_s):
-        of_size.setdefault(known[name].memory_bytes, name)  # the slowest card of each
+        of_size.setdefault(known[name].memory_bytes, name)  # the slowest card of each size
     cards = [of_size[size] for size in sorted(of_size)]
-    # what is wrong on every card is told as it is
+    # an error that does not depend on the card is raised here, unchanged
     asked = question_of(_with(flags, hardware=cards[0] if own.hardware is None else own.hardware))
     least, budget = asked.asked.num_devices, asked.config.memory.device
     if own.hardware is None:
@@ -565,7 +568,7 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
             if not is_last:
                 continue
             if len(refused) > 1 and {*refused.values()} == {str(error)}:
-                raise  # no card changes anything about it
+                raise  # the same error on every card
             given = f"{words}, the last of --smallest: {error.given}"
             raise refusal(given, error.required, error.change) from error
         _show_found(found, question, changed.own, tell, words + without)
@@ -573,8 +576,8 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
 
 
 def _is_too_small(question: PlanQuestion) -> bool:
-    """Whether in every layout weights, gradients and optimizer alone are above a device's budget,
-    and above that of CPU memory if they may lie there, so that there is nothing to search."""
+    """Whether in every layout weights, gradients and optimizer alone exceed a device's budget, and
+    offloaded weights are not allowed or do not fit either: then there is nothing to search."""
     asked, limits = question.asked, question.asked.limits
     away = asked.offloading() if asked.may_offload_weights else asked
     below = inf if limits.cpu_bytes is None else limits.cpu_bytes
@@ -595,8 +598,8 @@ def _with(flags: RunFlags, **changed: Any) -> RunFlags:
 
 
 def _show_comparison(flags: RunFlags, tell: Tell) -> None:
-    """One batch under every method, each with its own best plan: a table, and panels. Raises
-    ConfigError where no method has a plan."""
+    """Show the best plan of every method for one batch: a table, and a picture with panels. Raises
+    ConfigError if no method has a plan."""
     question, chosen = question_of(flags), flags.own
     rows: list[MethodRow] = []
     panels: dict[str, Panel] = {}
@@ -614,7 +617,7 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
         if method != name:
             words = ": ".join(filter(None, (method, words)))
         rows.append(MethodRow(name, words, report))
-        # the method that auto has chosen is drawn once, under its own name
+        # the method that auto has chosen is drawn once, under the method's name
         shown = method if name == "auto" else name
         panels[shown] = report.panel(name, found.words)
         if found.answer.is_cut_short:
@@ -636,7 +639,8 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
 
 
 def _exact(question: PlanQuestion, method: str) -> PlanQuestion:
-    """The question for a method beside SpaCO, whose steps alone are draws."""
+    """Return the question for `method`, without `sample` unless the method may be SpaCO, the only
+    one that samples chunks."""
     given = question.asked.given
     if method in ("auto", "spaco") or "sample" not in given:
         return question
@@ -649,8 +653,8 @@ def _telling(what: str, tell: Tell) -> Tell:
 
 
 def _show_saved(file: str, flags: RunFlags) -> None:
-    """A saved plan in seconds and bytes, of the model and the hardware that it was saved with or
-    that flags name."""
+    """Show seconds and bytes of a saved plan, for the model and the hardware that flags name, by
+    default those saved with it."""
     chosen = flags.own
     if chosen.out is not None:
         raise refusal(f"{file} with --out", "a plan that is searched", "copy the file")
@@ -683,7 +687,7 @@ def _show_saved(file: str, flags: RunFlags) -> None:
 
 
 def _show_run(folder: Path, chosen: Namespace) -> None:
-    """The last measured step of a run."""
+    """Show the last measured step of a run."""
     step, plan, timeline = read_measured(folder / MEASURED)
     figures = measure(timeline, plan)
     if chosen.json:
@@ -697,7 +701,7 @@ def _show_run(folder: Path, chosen: Namespace) -> None:
 
 
 def _load(file: str) -> tuple[ChunkPlan, dict[str, Any]]:
-    """A saved plan, with the run and the hardware that it was made for as far as it says them."""
+    """Return a saved plan, and the run and hardware saved with it (empty and None if not saved)."""
     required = "a run file (.yaml), a saved plan or a run folder"
     try:
         text = Path(file).read_text(encoding="utf-8")
@@ -731,8 +735,8 @@ def _show_page(
     report: PlanReport, chosen: Namespace, above: Mapping[str, str], below: Mapping[str, str],
     values: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Print a plan between lines `above` and `below`, whose empty ones are left out, or `values`
-    as JSON."""
+    """Print a plan's page between the lines `above` and `below`, without empty ones; with --json
+    print `values` instead."""
     if chosen.json:
         print(json.dumps(values, indent=1))
     else:
@@ -744,8 +748,8 @@ def _lines(texts: Mapping[str, str]) -> str:
 
 
 def _draw(panels: Sequence[Panel], chosen: Namespace, *, most_ranks: int = 16) -> None:
-    """Write the picture, and the trace of one panel, that are asked for, and print that they are
-    written. Raises ConfigError where a file cannot be written."""
+    """Write the picture of all panels and the trace of the first, if flags ask for them, and print
+    their paths. Raises ConfigError if a file cannot be written."""
     if chosen.picture is not None:
         from furlong.report.picture import save_picture  # matplotlib loads slowly
 

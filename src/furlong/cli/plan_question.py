@@ -1,4 +1,4 @@
-"""The question of `furlong plan`: a batch, a model on devices, and the options that are given."""
+"""The question of `furlong plan`: a batch, a model on devices, and the given options."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ MAX_DEVICES = 65_536
 MAX_BATCH = 16_384
 """Most sequences of one step's batch."""
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Files of which there is one where torch may find a card."""
+"""Device files: without any of them torch finds no GPU."""
 _OF_A_PRESET = 64
-"""Sequences that are drawn from a preset, which has no end."""
+"""Default number of sequences drawn from a preset."""
 _IN_ONE_STEP = "sequences in one step (--sequences)"
 _LIMIT, _PER_STEP = "--data.max_seq_len", "--train.sequences_per_step"
 _TOKENS_PER_STEP = "--train.tokens_per_step"
@@ -68,17 +68,17 @@ class PlannedBatch:
     source: str
     """The origin of the sequences, in words."""
     lengths: Lengths
-    """Lengths of all of the data; of a preset those that were drawn."""
+    """Lengths of all data; for a preset, of the drawn sequences."""
     longest_tokens: int
-    """Tokens of the longest sequence of the data, which the batch has."""
+    """Tokens of the longest sequence of the data; the batch contains it."""
     tokens_per_step: int | None = None
-    """Most tokens of a step, where it is measured in tokens."""
+    """Maximum number of tokens in a step; None: a step is a number of sequences."""
     longest_left_out: int = 0
-    """Tokens of the longest sequence that was left out; 0 where none was."""
+    """Tokens of the longest sequence that was left out; 0 if none was."""
 
     @property
     def size(self) -> StepSize:
-        """The size of a step."""
+        """Size of a step, in sequences or in tokens."""
         is_counted = self.tokens_per_step is None
         return StepSize(len(self.seq_lens) if is_counted else None, self.tokens_per_step)
 
@@ -91,23 +91,23 @@ class PlannedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-    """The question of a command line, and the words for it."""
+    """The question of a command line, with words for it."""
 
     config: RunConfig
     is_run: bool
-    """Whether there is data, which `furlong train` could train on."""
+    """Whether there is data that `furlong train` could train on."""
     batch: PlannedBatch
     asked: Question
-    """The same for the search, with the batch as its only step."""
+    """The question as the search takes it, with the batch as its only step."""
     budget_words: str
     """The origin of the device's budget."""
     is_long: bool
-    """Whether `train.steps` or `train.epochs` are those of a run, and no defaults."""
+    """Whether the length of the run is known: `train.steps` or `train.epochs` is not a default."""
     refused: str
-    """The reason for which furlong train refuses the lengths or the weights; "" if it does not."""
+    """Reason for which `furlong train` refuses the lengths or the weights; empty if none."""
 
     def lines(self) -> dict[str, str]:
-        """The lines above an answer, by label; the printer skips empty ones."""
+        """Return the lines above an answer, by label; the printer skips empty ones."""
         model, limits, count = self.asked.model, self.asked.limits, self.asked.num_devices
         shape, lora, machine = model.shape, model.training.lora, model.hardware
         trained = f"LoRA of rank {lora.rank}" if lora else "all weights trained"
@@ -126,7 +126,7 @@ class PlanQuestion:
         }
 
     def made_for(self) -> dict[str, Any]:
-        """Plain values that are saved with a plan, to predict it again."""
+        """Return plain values to save with a plan, from which it can be predicted again."""
         return {
             "run": self.config.model_dump(
                 mode="json", include={"model": True, "memory": {"device", "cpu", "disk"}}
@@ -153,7 +153,7 @@ class PlanQuestion:
 
 
 def _kinds(model: CostModel) -> str:
-    """The layers of a model that are not attention with keys and values of its own."""
+    """Return words for a model's recurrent layers and its layers with latent attention."""
     shape, kinds = model.shape, []
     if count := sum(layer.is_recurrent for layer in shape.layers):
         num_bytes = sum(n.state_bytes(model.training.compute_bytes) for n in shape.layers)
@@ -165,12 +165,12 @@ def _kinds(model: CostModel) -> str:
 
 
 def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuestion:
-    """The question of a command line, about `batch` where that is known. Raises ConfigError."""
+    """Return the question of a command line. `batch`: its batch, if known. Raises ConfigError."""
     config, own = run_of(flags), flags.own
     is_run = own.subject is not None or "--data.train" in flags.names
     if own.hardware is None and not is_run:
         raise missing("--hardware")
-    # the sizes of a run hold, as they do when it trains; without one what no flag gives is searched
+    # sizes of a run are fixed, as in training; without a run only sizes given by flags are
     sizes = {name: getattr(config.parallel, name) for name in SIZES}
     sizes = {
         name: size for name, size in sizes.items()
@@ -215,7 +215,7 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
         config.offload, config.memory.cpu, config.memory.disk,
         on_cpu=spec.name == THIS_CPU, free_cpu_bytes=int(spec.host_bytes),
     )  # fmt: skip
-    assert cpu_bytes is not None  # the hardware's is known
+    assert cpu_bytes is not None  # `free_cpu_bytes` is given
     budget, budget_words = spec.budget(config.memory.device, num_devices, free_bytes)
     spec = replace(spec, host_bytes=cpu_bytes)
     model, refused = planned_model(
@@ -234,8 +234,8 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
 
 
 def planned_batch(flags: RunFlags, config: RunConfig) -> PlannedBatch:
-    """The batch of a run file, of --data.train, or of --lengths; of pairs both answers of one, as
-    long as the longest sequence. Raises ConfigError."""
+    """Return the batch of a run file, of --data.train, or of --lengths. For a preference loss it is
+    one pair (kto: one answer), as long as the longest sequence. Raises ConfigError."""
     own, seed = flags.own, config.train.seed
     is_run = own.subject is not None or "--data.train" in flags.names
     limit = config.data.max_seq_len if is_run or _LIMIT in flags.names else sys.maxsize
@@ -283,7 +283,7 @@ def planned_batch(flags: RunFlags, config: RunConfig) -> PlannedBatch:
         source = f"{'the longest' if is_single else 'a pair'} of {name}, the most that is in one"
         source += " call" + " that shares nothing" * (not (is_single or batch.lengths.calls))
     elif tokens is not None:
-        if longest in seq_lens:  # and those behind it, as far as a step takes them
+        if longest in seq_lens:  # first, then others up to the size of a step
             seq_lens.insert(0, seq_lens.pop(seq_lens.index(longest)))
         seq_lens = seq_lens[: StepSize(tokens=tokens).stops(seq_lens)[0]]
         source = f"as many as have at most {count_words(tokens, 'token')} of {source}"
@@ -293,7 +293,8 @@ def planned_batch(flags: RunFlags, config: RunConfig) -> PlannedBatch:
 
 
 def _limited(lengths: Lengths, name: str, limit: int, too_long: str) -> Lengths:
-    """The lengths as a run has them that refuses, truncates or drops what is longer."""
+    """Return the lengths after refusing, truncating, splitting or dropping sequences longer than
+    `limit`, as a run does. Raises ConfigError if one is refused or none is left."""
     if too_long == "error" and lengths.longest > limit:
         raise refusal(
             f"a sequence of {count_words(lengths.longest, 'token')} in {name}",
@@ -322,8 +323,8 @@ def _limited(lengths: Lengths, name: str, limit: int, too_long: str) -> Lengths:
 def _draw(
     lengths: Lengths, source: str, count: int | None, seed: int, left_out: int
 ) -> PlannedBatch:
-    """The longest sequence and others in a random order, `count` in all, each once unless there are
-    fewer; all of them for None. Raises ConfigError."""
+    """Return the longest sequence and others in random order, `count` in all (None: all). No
+    sequence is repeated unless there are fewer than `count`. Raises ConfigError."""
     number, longest = lengths.num_sequences, lengths.longest
     longer = f", {left_out:,} longer ones left out" if left_out else ""
     _check_at_most(MAX_BATCH, number if count is None else count, _IN_ONE_STEP, source)
@@ -339,7 +340,7 @@ def _draw(
 
 
 def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
-    """The same of a preset, which has no end."""
+    """Return the longest sequence of a preset, and `count` - 1 drawn ones. Raises ConfigError."""
     from furlong.cost.lengths import draw_with_longest
 
     _check_at_most(MAX_BATCH, count, _IN_ONE_STEP, name)
@@ -352,16 +353,16 @@ def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
 def _with_longest(
     longest: int, drawn: Sequence[int], lengths: Lengths, words: str, seed: int
 ) -> PlannedBatch:
-    """The longest sequence of what the words name, and drawn ones."""
+    """Return a batch of the longest sequence and drawn ones. `words`: their source."""
     others = f", and {len(drawn):,} others drawn with seed {seed}" if drawn else ""
     source = f"the longest of {words}{others}"
     return PlannedBatch((longest, *drawn), source, lengths, longest)
 
 
 def _counted(flags: RunFlags, config: RunConfig) -> tuple[str, Lengths]:
-    """The name and the lengths of a run's data. They are counted where there is no file of them
-    beside the run file, or an old one: that loads torch and the tokenizer. A flag that makes other
-    data of the run's has them counted without a file."""
+    """Return the name and the lengths of a run's data, from the file NAME.lengths.json beside the
+    run file. If the file is missing or old, count the lengths (this loads torch and the tokenizer)
+    and write it. If flags change the data, count without a file."""
     file, is_cut = flags.own.subject, config.data.too_long != "error" or config.data.join
     changed = {flag for flag in flags.names if flag.startswith("--data")} - _NOT_OF_LENGTHS
     changed |= flags.names & {"--train.loss"}
@@ -385,7 +386,7 @@ def _counted(flags: RunFlags, config: RunConfig) -> tuple[str, Lengths]:
 
 
 def _written(path: Path) -> float:
-    """When a file, or a file of a folder, was last written."""
+    """Return the time of the last change of a file, or of a folder and its files."""
     files = walk(path)[0] if path.is_dir() else []
     return max(file.stat().st_mtime for file in (path, *files))
 
@@ -398,7 +399,7 @@ def _count(config: RunConfig) -> Lengths:
 
 
 def check_num_devices(num_devices: int, source: str) -> None:
-    """Raise ConfigError for a number of devices that cannot be planned for."""
+    """Raise ConfigError unless `num_devices` is from 1 to `MAX_DEVICES`."""
     _check_at_most(MAX_DEVICES, num_devices, "devices", source)
 
 
@@ -409,8 +410,8 @@ def _check_at_most(most: int, number: int, noun: str, source: str) -> None:
 
 
 def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunConfig:
-    """The run that is planned: a run file's, or one of flags alone. `made_for`: values of a run
-    that were saved with a plan. Raises ConfigError."""
+    """Return the run to plan, from a run file or from flags alone. `made_for`: values of a run that
+    were saved with a plan. Raises ConfigError."""
     from furlong.config.sources import build_run, read_run_file
 
     file = flags.own.subject
@@ -418,7 +419,7 @@ def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunCon
         return build_run(read_run_file(file), file, flags)
     values: dict[str, Any] = dict(made_for or {})
     if "--data.train" not in flags.names:
-        # The schema asks for data; a plan needs no more of it than its lengths.
+        # The schema requires data; a plan needs only its lengths.
         if file is None and flags.own.lengths is None:
             raise missing("--lengths")
         values["data"] = {"train": file or flags.own.lengths}
@@ -428,28 +429,28 @@ def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunCon
 
 
 def missing(flag: str) -> UserError:
-    """The error for a flag without which there is nothing to plan."""
+    """Return the error for a missing flag that a plan needs."""
     required = "RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model.name and --hardware"
     return refusal(f"no {flag}", required, f"add {flag}, or see furlong plan --help")
 
 
 def spec_of(name: str, num_devices: int = 1) -> Machine:
-    """One of several devices of this hardware, as `furlong train` sees it: those of a CPU are so
-    many processes on this machine. A card has its part of a full node's RAM, also where it is
-    alone: machines with fewer cards have less."""
+    """Return one of several devices of this hardware, as `furlong train` sees it. CPU devices are
+    processes on this machine. A card always has its share of a full node's RAM, since machines with
+    fewer cards have less RAM."""
     machine = Machine.named(name)
     found = one_of(machine, _num_local(machine, num_devices))
     return found if machine.name == THIS_CPU else replace(found, host_bytes=machine.host_bytes)
 
 
 def _num_local(machine: Machine, num_devices: int) -> int:
-    """Devices of a node."""
+    """Return the number of devices of a node."""
     is_cpu = machine.name == THIS_CPU
     return num_devices if is_cpu else min(num_devices, machine.links.devices_per_node)
 
 
 def _here(num_devices: int) -> tuple[Machine, int | None]:
-    """One of this machine's `num_devices` devices, and free GPU bytes or None."""
+    """Return one of this machine's `num_devices` devices, and its free GPU bytes (CPU: None)."""
     if not any(map(os.path.exists, _DRIVERS)):
         return spec_of(THIS_CPU, num_devices), None
     import torch  # takes seconds
@@ -465,10 +466,11 @@ def _here(num_devices: int) -> tuple[Machine, int | None]:
 def planned_model(
     config: RunConfig, spec: Machine, num_devices: int, longest: int, *, calibrate: bool
 ) -> tuple[CostModel, str]:
-    """Return the cost model of a run of sequences of `longest` tokens on a device, calibrated if it
-    was, and why furlong train refuses these lengths or the weights, "" if it does not.
+    """Return the cost model of a run with sequences of up to `longest` tokens on a device, and the
+    reason for which `furlong train` refuses this length or the weights ("" if none). `calibrate`:
+    use a calibration if there is one.
 
-    Raises UserError for a model that furlong train refuses whatever they are.
+    Raises UserError for a model that `furlong train` refuses for other reasons.
     """
     model, known, name = config.model, None, config.model.name.rpartition("/")[2]
     file = _config_file(model.name, model.revision)
@@ -507,7 +509,8 @@ def planned_model(
 
 
 def _config_file(name: str, revision: str | None) -> Path | None:
-    """The config.json itself, in a folder, or of a model of the hub; None for a known name.
+    """Return the path of config.json: `name` itself, in the folder `name`, or downloaded from the
+    Hub; None for a known model.
 
     Raises ConfigError.
     """

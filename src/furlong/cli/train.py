@@ -1,4 +1,4 @@
-"""`furlong train`: trains what a run file and flags describe."""
+"""`furlong train`: trains a model with the settings of a run file and of flags."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 _RESUME = "--resume"
 # oneDNN, which computes bfloat16 on a CPU, compiles a kernel for every new length of a chunk. It
-# keeps 1,024 of them, and torch's layer above it as many, unless told otherwise before their first
-# use. `furlong.cost.model` counts what these keep.
+# caches 1,024 of them, and so does torch, unless these variables are set before their first use.
+# `furlong.cost.model` counts the bytes of cached kernels.
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _NUM_KERNELS = "64"
 # Chunks of changing length leave gaps in a GPU's memory that segments of fixed size never fill.
-# Several threads register host memory side by side; cudaHostAlloc pins it in one (not measured).
+# Several threads register host memory concurrently; cudaHostAlloc pins it in one (not measured).
 _GPU_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _GPU_SETTINGS = (
     "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
@@ -34,7 +34,8 @@ _GPU_SETTINGS = (
 
 
 def set_allocators() -> None:
-    """Set what torch reads from the environment at its start, unless the user has set it."""
+    """Set environment variables that torch reads when it is imported, unless the user has set
+    them."""
     for cache in _KERNEL_CACHES:
         os.environ.setdefault(cache, _NUM_KERNELS)
     if not any(name in os.environ for name in _GPU_ALLOCATOR):
@@ -48,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     launch = read_launch()
     if launch.num_processes == 1:
         return _train(arguments, Processes(launch))
-    # Several agree upon what is wrong, so that it is told once: that takes torch from the start.
+    # Processes exchange errors, so that a common one is printed once; this needs torch at once.
     if launch.is_first:
         tell_loading()
     from furlong.train.processes import joined
@@ -73,9 +74,9 @@ def _train(arguments: Sequence[str], processes: Processes) -> int:
         opened = open_run(stack, config, resume=resume, processes=processes)
         if opened.report is not None:
             return 0
-        # torch and transformers are loaded when all that they are not needed for is sound.
+        # All checks that do not need torch and transformers come before their imports.
         tell_loading()
-        gc.disable()  # modules are no garbage: looking through them takes a sixth of their seconds
+        gc.disable()  # scanning new modules for garbage would take a sixth of the imports' time
         try:
             from furlong.train.trainer import Trainer
         finally:
@@ -98,8 +99,8 @@ def _parse(arguments: Sequence[str]) -> RunConfig:
 
 
 def _check_place(out: str, arguments: Sequence[str]) -> None:
-    """Raises ConfigError for the config of a run that was moved or copied, or is called from
-    another folder: its `out` is another place, where a new run would begin."""
+    """Raise ConfigError if the config of a run folder names another folder as `out`, where a new
+    run would begin: the run was moved or copied, or the command is called from another folder."""
     from furlong.train.run_folder import CONFIG, holds_run
 
     if any(argument.split("=")[0] == "--out" for argument in arguments):

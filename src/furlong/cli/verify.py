@@ -1,4 +1,4 @@
-"""`furlong verify`: proves the promises on the user's own configuration, shrunk."""
+"""`furlong verify`: proves gradients, isolation and accumulation on a run's shrunk model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> int:
     config = parse_run(arguments, "verify", description=_DESCRIPTION) if arguments else None
-    # torch and transformers are loaded when the command line has been found sound.
+    # torch and transformers load slowly: the command line is checked first.
     tell_loading()
     from furlong.report.patience import patience
     from furlong.verify import verify

@@ -66,8 +66,8 @@ _ACHIEVED_BANDWIDTH, _BYTES_PER_SAVED = 0.77, 1.8
 kernels move per saved byte in a forward (twice in a backward), counted by operator in an 8B layer.
 """
 AS_WRITTEN = 2.4
-"""Factor of these bytes if modules keep their own forward (`model.kernels: none`): 2.2 with all
-weights trained, 2.7 with adapters."""
+"""Factor of `_BYTES_PER_SAVED` if modules keep their own forward (`model.kernels: none`): 2.2 with
+all weights trained, 2.7 with adapters."""
 CPU_TILE_TOKENS = 512
 """Keys per tile of torch's flash attention on a CPU (kvSplitSize in FlashAttentionKernel.cpp)."""
 
@@ -80,7 +80,7 @@ class Efficiency:
     half_tokens: float
     """Tokens at which half of `best` is reached."""
     square: float = 1.0
-    """Factor of `best` for one causal square of attention; `best` is that of unmasked blocks."""
+    """Factor of `best` for one causal square of attention; `best` is for unmasked blocks."""
     packed: float = 1.0
     """Factor of `best` for causal squares of several slices in one call."""
 
@@ -112,7 +112,7 @@ class Machine:
     attention_forward: Efficiency
     attention_backward: Efficiency
     layer_launch_s: float
-    """Least time of one layer's forward: that of its kernel launches."""
+    """Least time of one layer's forward: the time of its kernel launches."""
     links: ClusterLinks
     wide_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     """dtype wider than 16 bits -> peak FLOPs per second of dense matrices in it."""
@@ -137,11 +137,11 @@ class Machine:
     """Parameters that an optimizer on the CPUs of a GPU node updates per second, for all of its
     processes together."""
     host_bytes: float = inf
-    """Bytes of CPU memory that one device may use: its share of the node's."""
+    """Bytes of CPU memory that one device may use: its share of the node's CPU memory."""
     activation_factor: float = 1.0
     """Measured bytes of a graph over counted ones."""
     heap_blocks: float = 0.0
-    """See `cost.memory.PlanMemory`, as for the next."""
+    """`heap_blocks` and `heap_share` of `cost.memory.PlanMemory`."""
     heap_share: float = 0.0
     time_error: float | None = None
     """Largest relative error of predicted step times that the calibration was not fitted to."""
@@ -487,9 +487,9 @@ class ClusterLinks:
     def effective(self, collective: Collective, group_size: int, num_nodes: int = 1) -> Link:
         """Return the link of one device in a group, for the bytes that the device itself moves.
 
-        The group is spread evenly over `num_nodes` nodes. Rings cross each node once: a node's
-        adapters carry each byte once, and each of its g devices carries one g-th. In an all-to-all
-        each device sends to all others, and waits for the slower of both links.
+        The group is spread evenly over `num_nodes` nodes. A ring enters each node once: each byte
+        crosses a node's adapters once, and each of the node's g devices moves 1/g of the bytes. In
+        an all-to-all each device sends to all others, and waits for the slower of both links.
         """
         if num_nodes <= 1 or group_size <= 1:
             return self.link(collective, False)

@@ -9,12 +9,12 @@ and freed:
 
     ids            token ids and positions: from stage 0's Forward to its Backward
     gradients      of a stage: made by its first Backward, layer by layer, as the graph is freed
-    inputs         hidden states before a stage: from the pass that delivers them to the last that
-                   reads them; or until their gradient overwrites them in the Backward, which the
-                   Backward of the stage before reads. If offloaded, each pass but the Backward
-                   reads them
-    attention      attention outputs: written by the Forward that remembers them, read by the
-                   Recompute and by a RebuildKV
+    inputs         hidden states before a stage: from the pass that delivers them to the last pass
+                   that reads them. The cell's Backward, if any, overwrites them with their
+                   gradient, which is freed by the Backward of the stage before. If offloaded, each
+                   pass but the Backward reads them
+    attention      attention outputs: written by the Forward that saves them, read by the Recompute
+                   and by a RebuildKV
     graphs         of retained cells: from the Forward to the Backward
     graph again    of recomputed cells: from the Recompute to the Backward
     leaf           the input of a graph, if the stored input is offloaded or has no reader left
@@ -124,15 +124,15 @@ class PlanTraffic:
 
 
 def target_of(offload: Offload, kind: TensorKind) -> OffloadTarget:
-    """Return the offload target of a kind; gradients of K,V have that of K,V."""
+    """Return the offload target of a kind; gradients of K,V have the same target as K,V."""
     target: OffloadTarget = getattr(offload, kind.removesuffix("_gradients"))
     return target
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes of one rank during each of its actions. If it is a pool, they are those of the process
-    that needs most, and the traffic that of the process with most."""
+    """Bytes of one rank during each of its actions. If the rank is a pool of several processes:
+    bytes of the process that needs most, and traffic of the process with most traffic."""
 
     device: NDArray[np.int64]
     """(actions, parts): bytes at the action's peak."""
@@ -142,10 +142,11 @@ class MemoryCurve:
     """(actions,): bytes on disk."""
     traffic: PlanTraffic
     late: Mapping[int, tuple[float, float, float, float]]
-    """Index of a Backward that is the first of its stage, or of stage 0 -> bytes on the device
-    beyond those at its begin, when the whole graph is in memory: when gradients of all layers have
-    been made; when the embedding's has been made, too; bytes of all these gradients (the three are
-    0 in later Backwards); and when a later Backward adds to the embedding's gradient."""
+    """Index of a Backward that is the first of its stage, or of stage 0 -> (after_layers,
+    after_embedding, made, later). `made`: bytes of the gradients of layers and embedding. The
+    others are bytes in use beyond those at its start, where the whole graph is in memory: once all
+    layers have gradients; once the embedding has one, too; when a later Backward adds to the
+    embedding's gradient. In later Backwards the first three are 0."""
 
     @cached_property
     def device_bytes(self) -> list[int]:
@@ -203,14 +204,14 @@ class StageBytes:
     the output; its gradient; gradients of q, k, v) they hold the largest one's received tensors and
     a copy of the sent ones."""
     message: float
-    """Bytes of hidden states, or their gradient, between two stages; also those of the input that a
+    """Bytes of hidden states, or their gradient, between two stages; also of the input that a
     checkpointed layer keeps."""
     kv_layer: float
     """Bytes of K and V of one layer in the store."""
     kv_gradient_layer: float
     """Bytes of dK and dV of one layer in the store."""
     ends: float
-    """Bytes that final norm and loss save for the backward; at other stages those of the output."""
+    """Bytes that final norm and loss save for the backward; at other stages, of the output."""
     state: int
     """Bytes of the recurrent states at the end of a chunk, whatever its tokens."""
     largest_state: int
@@ -310,7 +311,7 @@ that offload or with adapters (`runtime.profile.ProcessHeap`); returning costs p
 SPARE_BYTES = 2**22
 """Free bytes of smaller blocks that the heap may keep at the end of an action."""
 _SPARE = 0.1
-"""Share of a layer's graph that is free meanwhile, if small blocks are returned, too."""
+"""Share of a layer's graph that the heap may keep as well, if small blocks are returned, too."""
 _STAGING_BYTES, _NUM_LARGEST = 2**25, 5
 
 
@@ -343,7 +344,7 @@ class PlanMemory:
     overhead_bytes: int = 0
     """Fixed bytes of frameworks and temporary weights, counted as buffers all through a step."""
     heap_blocks: float = 0.0
-    """Freed blocks of the largest size that the C library's heap keeps, as their number; 0 if not
+    """Number of freed blocks of the largest size that the C library's heap keeps; 0 if not
     measured, and on a GPU."""
     heap_share: float = 0.0
     """Bytes that the heap keeps in gaps between saved tensors, as a share of one layer of the
@@ -357,7 +358,7 @@ class PlanMemory:
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
         """Return the peak bytes of the loss at the last stage (0 at others): a tile's logits or, in
-        a backward, their gradient with the head's if that is more."""
+        a backward, their gradient with the head's gradient if that is more."""
         tile = min(num_tokens, tile_tokens(self.shape.vocab_size, self.device_type))
         num_logits = self.shape.vocab_size * tile if cell.logit else 0.0
         gradient = max(self.training.compute_bytes, _FLOAT32) * num_logits + cell.head_gradient
@@ -426,8 +427,9 @@ class PlanMemory:
 
 
 def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
-    """Return (3, S): tokens of a chunk on each process of a pool; those whose K,V it gathers from
-    others (and whose gradients it sends back); those of its own that are in all-to-alls."""
+    """Return (3, S) numbers of tokens of a chunk on each process of a pool: tokens that it holds;
+    tokens whose K,V it gathers from others (and whose gradients it sends back); tokens that it
+    holds and exchanges in all-to-alls."""
     is_shared = all(piece.place.size == sp_size for piece in chunk.slices)
     count = 1 if is_shared else sp_size  # if all have equal loads, one process represents them
     own, gathered, travelling = ([0.0] * count for _ in range(3))
@@ -444,8 +446,8 @@ def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
 
 
 def _unlike(plan: ChunkPlan, loads: Mapping[int, list[list[float]]]) -> list[int]:
-    """Return one process of the pool for each set with equal loads and equally many tokens of each
-    cut sequence."""
+    """Return one process of the pool for each set of processes with equal `loads` and equal shares
+    of each cut sequence."""
     if plan.sizes_of_places == (plan.sp_size,):
         return [0]
     rows = [row for of_chunk in loads.values() for row in of_chunk]
@@ -612,9 +614,9 @@ class _RankMemory:
             self.add("buffers", own.gathered_bytes)
 
     def _under_way(self) -> float:
-        """Return the bytes of messages in transit, besides those of the current action: one receive
-        is posted ahead per neighbour, and sends wait until the neighbour receives them, activations
-        for as many chunks as a stage runs ahead."""
+        """Return the bytes of messages in transit, except the current action's. Each neighbour has
+        one receive posted ahead. Sends wait until the neighbour receives them: activations of as
+        many chunks as a stage runs ahead."""
         most: dict[tuple[type[Action], int], float] = {}
         for action in self._actions:
             if isinstance(action, (Send, Recv)):
@@ -650,7 +652,7 @@ class _RankMemory:
                 self.add("weights", own.floats * training.compute_bytes)
 
     def _deliver(self, chunk: int, stage: int) -> None:
-        """Allocate the cell's output, and its input if no other action has."""
+        """Allocate the cell's output, and its input if no other action has allocated it."""
         tokens, cell = self._tokens[chunk], self._cells[stage]
         message = tokens * cell.message
         if stage == 0:
@@ -712,8 +714,8 @@ class _RankMemory:
             self._hold("attention", chunk, stage, remembers)
 
     def _lose(self, action: Forward | Recompute | RebuildKV | Backward, *, backward: bool) -> None:
-        """Add head and loss. They do not run at the same time as layers, so the larger of both is
-        the action's peak."""
+        """Add head and loss. They do not run at the same time as layers, so the action's peak is
+        the larger of head with loss and layers."""
         tokens, cell = self._tokens[action.chunk], self._cells[action.stage]
         loss = self._memory.loss_bytes(cell, tokens, backward=backward)
         hidden = tokens * cell.message  # the final hidden states, or their gradient
@@ -867,7 +869,7 @@ class _RankMemory:
         self._passing["kv"] += most
 
     def _send_kv_back(self, chunk: int, stage: int) -> None:
-        """Add a Backward's gradients to those of its prefix, of which older ones are streamed."""
+        """Add a Backward's gradients to the gradients of its prefix; older ones are streamed."""
         most = 0.0
         for piece, stored in self._pieces(chunk, stage):
             stored.send_back(self, piece)
@@ -913,8 +915,9 @@ class _RankMemory:
 def first_backward(
     cell: StageBytes, again: int, graph_bytes: float, gradients: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """Return (bytes of gradients made, bytes of graph freed) at moments of a stage's first
-    Backward: before each layer, after the first layer, and with the embedding's gradient.
+    """Return (bytes of gradients made so far, bytes of graph freed so far) during a stage's first
+    Backward: at its start, before each layer, after the first layer, and with the embedding's
+    gradient.
 
     `again`: number of first layers that are checkpointed; `graph_bytes`: whole graph on the device;
     `gradients`: see `RankWeights.gradients`.
@@ -936,8 +939,9 @@ def token_share(piece: Slice, process: int) -> float:
 
 
 def gathered_tokens(piece: Slice, process: int, shape: ModelShape) -> float:
-    """Return the tokens whose K,V a process gathers from others of the slice's place, times the
-    share of the heads: 0 if each process only has its own heads."""
+    """Return the tokens whose K,V a process gathers from the others of the slice's place
+    (sequence-parallel group), times the share of heads; 0 if each process only has its own
+    heads."""
     share = token_share(piece, process)
     return piece.num_tokens * (shape.kv_share(piece.place.size) - share) if share else 0.0
 
@@ -954,8 +958,8 @@ class StoredLayers:
 
     If K,V are offloaded, a segment is written when its last piece is, and read by each later pass
     whose attention sees any of it. Gradients of a prefix, except its newest NUM_HOT segments, are
-    read (not the first time) and written by each backward; a cell's own ones are read if they are
-    off the device.
+    read (not the first time) and written by each backward; gradients of a cell's own K,V are read
+    if they are off the device.
     """
 
     def __init__(

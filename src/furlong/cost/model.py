@@ -136,13 +136,15 @@ class CostModel:
         return self._known[key]
 
     def sequence_seconds(self, seq_lens: Sequence[int]) -> list[float]:
-        """Return the seconds of forward and backward of each whole sequence on one device at the
-        best efficiency of its kernels. Sequences are distributed over replicas by them."""
+        """Return the seconds of forward and backward of each whole sequence on one device, at the
+        best efficiency of its kernels. Planners distribute sequences over replicas by these
+        seconds."""
         return self._at_best((self.shape.num_layers,), 0, seq_lens)
 
     def layer_seconds(self, mean_keys: float) -> list[float]:
         """Return the seconds of each layer (the last one with the head), as `sequence_seconds`, for
-        a sequence whose tokens attend to `mean_keys` keys on average. Stages are cut by them."""
+        a sequence whose tokens attend to `mean_keys` keys on average. Planners divide layers into
+        stages by these seconds."""
         layers, seq_len = self.shape.layers, max(1, round(2 * mean_keys) - 1)
         stages, known = (1,) * len(layers), dict[tuple[LayerShape, bool], float]()
         for i, layer in enumerate(layers):
@@ -224,7 +226,7 @@ class PlanCosts:
         self._front_s: dict[int, float] = {}
         """A rank's first stage -> seconds of gathering the embedding, during which the rank waits,
         and of gathering its other weights outside the layers, which happens once per step and is
-        divided over the stage's Unshards. This runtime only, as the next two."""
+        divided over the stage's Unshards. This runtime only; so are `_head_s` and `_ends_s`."""
         self._head_s: dict[int, float] = {}
         """A rank's last stage -> seconds of gathering the head, after the layers."""
         self._ends_s: dict[int, float] = defaultdict(float)
@@ -356,10 +358,10 @@ class PlanCosts:
     def _reduce_at_end_s(self, stage: int) -> float:
         """Return the seconds of a Reduce that the last Backward does not hide.
 
-        Under ZeRO-1 and 2, without Unshards, they include gathering updated weights as far as the
-        next first Forward does not hide that. If ZeRO-3 gathers in each pass, backwards have
-        reduced all gradients; in this runtime all but those of embedding and head, and sums between
-        groups that each hold all weights (HSDP).
+        Under ZeRO-1 and 2 without Unshards, updated weights are then gathered; the seconds that the
+        next first Forward does not hide are included. If each pass gathers (ZeRO-3), backwards have
+        already reduced all gradients. In this runtime they have not reduced those of embedding and
+        head, nor summed gradients between groups that each hold all weights (HSDP).
         """
         training, costs, gathered_s = self._model.training, self._stages[stage], 0.0
         of_layers_s, late_s = self._reduces_s(stage)
@@ -374,7 +376,7 @@ class PlanCosts:
         return late_s + of_layers_s + gathered_s
 
     def _reduces_s(self, stage: int) -> tuple[float, float]:
-        """Return the seconds of reducing gradients of a stage's layers, and those of reducing the
+        """Return the seconds of reducing the gradients of a stage's layers, and of reducing the
         gradients that are complete only at the end (embedding and head)."""
         costs = self._stages[stage]
         of_layers_s = costs.reduce_s * (1 - costs.late_share)

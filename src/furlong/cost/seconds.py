@@ -15,10 +15,11 @@ ZeRO-3 gathers weights and scatters gradients of the pass.
                 share of the rate depends on the kind of call: blocks without a mask, one causal
                 square, or squares of several slices in one call
 
-All-to-alls of slices sharded over several processes, one per size of place, overlap with attention
-of local slices (Skrull, Eq. 2). A group is as slow as its slowest process. A table describes the
-chunks of a plan, or any other sums that a planner knows, such as a process before and after each of
-many moves, all in one call. A slice on a place of n processes counts 1/n for each of them.
+A place is the processes over which a slice is sharded; a slice on a place of n processes counts
+1/n for each of them. All-to-alls, one per size of place, overlap with attention of local slices
+(Skrull, Eq. 2). A group is as slow as its slowest process. A table describes the chunks of a plan,
+or any other sums that a planner knows, such as a process before and after each of many moves, all
+in one call.
 
     P parts, C chunks, S processes of a group, W windows
 
@@ -241,10 +242,10 @@ class StageSeconds:
     def _row(self, part: PassPart) -> tuple[list[float], list[float], int, list[float]]:
         """Return the factors of one part in four tuples:
 
-        1. seconds per token, per process with any token, and, for each share of inactive experts,
-           for reading all other experts of layers with that share;
-        2. seconds per attended key by window and kind of call, and, by window, per attended key
-           over tokens of the process;
+        1. seconds per token; per process with any token; and, for each share of experts that are
+           inactive for a token, for reading these experts in all layers with that share;
+        2. seconds per attended key, by window and kind of call; and per attended key divided by
+           the process's tokens, by window;
         3. number of layers with attention, each of which has all-to-alls;
         4. launch seconds per process with any token, and per call of attention.
         """
@@ -465,10 +466,10 @@ class StageSeconds:
 
     def _exchange_s(self, size: int) -> float:
         """Return the seconds per token for exchanging a place's slices in one layer, without
-        latencies. Queries and outputs are exchanged within an inner place; K,V of the process's
-        heads are gathered from the whole place (DeepSpeed Ulysses within LoongTrain's second
-        dimension, with a gather in place of its ring). The backward moves as many bytes: dO, dq,
-        and dK,dV from each inner place."""
+        latencies. Queries and outputs are exchanged within an inner place, the part of a place that
+        divides the heads; K,V of the process's heads are gathered from the whole place (DeepSpeed
+        Ulysses within LoongTrain's second dimension, with a gather in place of its ring). The
+        backward moves as many bytes: dO, dq, and dK,dV from each inner place."""
         shape, inner = self._shape, self._shape.inner_size(size)
         element = self._training.compute_bytes
         q_bytes = 2 * shape.q_size / size * (inner - 1) / inner * element
@@ -525,8 +526,7 @@ class ChunkTable:
     tokens: Array
     """Tokens of the chunk on the process."""
     num_slices: Array
-    """Calls of attention: one per slice, two if inner places divide its rows (an early and a late
-    part for each, so that all have equally many keys)."""
+    """Calls of attention: one per slice, two if inner places (`calls_of`) divide its rows."""
     exchanged_tokens: dict[int, Array]
     """size of a place (2 or more) -> tokens of slices on the process's place of that size."""
     local_keys: Keys
@@ -539,7 +539,7 @@ class ChunkTable:
     that the process stores."""
 
     def prefix_keys(self, window: int | None) -> Array:
-        """Return (ranks, chunks): each rank's share of keys in prefixes."""
+        """Return (S, C): each process's share of the attended keys in prefixes."""
         found: Array = self.local_keys[window, "full"] + self.shared_keys[window, "full"]
         return found
 
@@ -590,8 +590,8 @@ def chunk_table(
 
 def calls_of(model: ModelShape, size: int) -> int:
     """Return the calls of attention per slice on each process of a place: 1, or 2 if inner places
-    divide its rows. As in context parallelism, a zigzag balances causal attention: inner place b of
-    c has parts b and 2 c - 1 - b of 2 c."""
+    (parts of the place that each divide the heads) divide its rows. As in context parallelism, a
+    zigzag balances causal attention: of 2c parts, inner place b of c has parts b and 2c-1-b."""
     return 1 + (model.inner_size(size) < size)
 
 
@@ -610,8 +610,8 @@ def attended_keys(start: int, stop: int, window: int | None = None) -> int:
 
 
 def sequence_flops(shape: ModelShape, seq_len: int) -> tuple[float, float]:
-    """Return the forward FLOPs of one whole sequence through the model with head: those of
-    matrices, and those of attention."""
+    """Return (FLOPs of matrices, FLOPs of attention) of a forward of one whole sequence through the
+    model with head."""
     keys = {window: float(attended_keys(0, seq_len, window)) for window in {*shape.windows}}
     attention = sum(layer.key_flops * keys[layer.window] for layer in shape.layers)
     return float(shape.token_flops * seq_len), attention

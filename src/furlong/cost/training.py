@@ -176,7 +176,7 @@ class RankWeights:
     held: frozenset[int]
     """Stages that the rank holds."""
     group_size: int
-    """Devices over which its state is sharded."""
+    """Devices over which the rank's state is sharded."""
 
     @cached_property
     def layers(self) -> list[int]:
@@ -290,8 +290,8 @@ class RankWeights:
         return (own.in_use - kept) * self.training.compute_bytes
 
     def freed_bytes(self, *whole: int) -> int:
-        """Return the bytes of weights that `state` counts as whole, and that are freed while only
-        the stages `whole` are gathered."""
+        """Return the bytes that are freed while only the stages `whole` are gathered, of the
+        weights that `state` counts as whole."""
         if not self.divides:
             return 0
         return sum(n for stage, n in self._whole.items() if stage not in whole)
@@ -316,8 +316,8 @@ class RankWeights:
         return self.share_bytes + max(*self.float_layers(), *self.groups) * widest
 
     def whole_at_a_time(self, *, reshards: bool) -> int:
-        """Return the most bytes of whole weights at a time: of all stages, with `reshards` of two
-        neighbouring ones; if passes gather, of two layers and weights outside the layers."""
+        """Return the most bytes of whole weights in memory at a time: all stages; with `reshards`,
+        two neighbouring stages; if passes gather, two layers and the weights outside the layers."""
         if self.passes_gather:
             return self.gathered_bytes + self.beside_floats * self.training.compute_bytes
         freed = 0
@@ -327,8 +327,9 @@ class RankWeights:
 
     @property
     def resharded_bytes(self) -> int:
-        """Most bytes of the state in a step that frees weights of stages, in this runtime: weights
-        of two stages are whole at a time, gradients of one, from the last stage on."""
+        """Most bytes of the state in a step that frees weights of stages, in this runtime: at a
+        time, weights of two stages are whole, and gradients of one stage, starting with the
+        last."""
         state, used, most = self.state, 0.0, -inf
         unreduced: dict[int, float] = defaultdict(float)
         for stage in sorted(self.held, reverse=True):
@@ -342,7 +343,7 @@ class RankWeights:
 
     @cached_property
     def state(self) -> StateBytes:
-        """Bytes of one device's share."""
+        """Bytes of one device's share of the state."""
         training, here = self.training, not self.is_away
         shard = [1 if training.zero_stage < stage else self.group_size for stage in (2, 3)]
         weights = self.in_use * training.compute_bytes / shard[1]
@@ -368,12 +369,12 @@ class RankWeights:
 
     @property
     def returned_bytes(self) -> float:
-        """Bytes of its shards of gradients, which are copied to CPU memory once per step."""
+        """Bytes of a process's gradient shards, which are copied to CPU memory once per step."""
         return self.trained * self.training.gradient_bytes / self.group_size
 
     @property
     def _parts_bytes(self) -> tuple[float, float]:
-        """Bytes of (shards of weights beside whole ones, optimizer) on one device."""
+        """(bytes of weight shards besides whole weights, bytes of the optimizer) on one device."""
         training, trained = self.training, self.trained
         shards = self.group_size if training.zero_stage else 1
         weights = trained * training.master_bytes / shards
@@ -410,14 +411,14 @@ class RankWeights:
     def collective_bytes(
         self, *, reuses: bool = True, at_once: bool = False, regathers: bool = False
     ) -> int:
-        """Return the bytes of buffers of gathers and reductions, beside whole weights and
-        gradients. The largest layer passes through a buffer; so do embedding and head, one after
-        the other, when gradients of layers are shards already.
+        """Return the bytes of buffers of gathers and reductions, besides whole weights and
+        gradients. The largest layer passes through a buffer. When layers have reduced their
+        gradients, so do embedding and head, one after the other.
 
         `reuses`: whether whole gradients have accumulated, so that buffers reuse the memory that is
-        freed as they become shards (a C library's heap keeps it). `at_once`: whether a stage has a
-        single Backward, which reduces while the next layer makes its gradients. `regathers`:
-        whether weights are gathered while gradients are reduced.
+        freed as gradients become shards (a C library's heap keeps it). `at_once`: whether a stage
+        has a single Backward, which reduces a layer's gradients while the next layer makes its own.
+        `regathers`: whether weights are gathered while gradients are reduced.
         """
         training, lora = self.training, self.training.lora
         if not self._is_copied:
@@ -467,10 +468,10 @@ class RankWeights:
         return [float(training.gradient_bytes * n) for n in (ends[0], *layers, ends[1])]
 
     def freed_gradients(self, stage: int, made: Sequence[float]) -> list[tuple[int, float]]:
-        """Return (stage, bytes): the bytes of the gradients `made` by the first Backward of `stage`
-        that the Reduce of another (or the same) stage frees, in this runtime: all but shards, or
-        all if shards are off the device. The gradient of a tied embedding is reduced with the
-        rank's first stage."""
+        """Return (stage, bytes) pairs for the gradients `made` by the first Backward of `stage`, in
+        this runtime: the Reduce of the returned stage frees these bytes. It frees all but shards,
+        or all if shards are off the device. A tied embedding's gradient is reduced with the rank's
+        first stage."""
         if not self.divides:
             return []
         share = 0.0 if self.is_away else 1 / self.group_size
@@ -481,8 +482,8 @@ class RankWeights:
 
     @property
     def gathered_bytes(self) -> int:
-        """Most bytes of weights that are whole at a time under ZeRO-3 without an Unshard: of the
-        largest layers, or of the head."""
+        """Most bytes of weights that are whole at a time under ZeRO-3 without an Unshard: the
+        largest layers, or the head."""
         training = self.training
         if training.zero_stage < 3 or self.group_size <= 1:
             return 0

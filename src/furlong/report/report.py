@@ -47,7 +47,7 @@ class PlanReport:
     refused: str
     """Reason for which `furlong train` refuses the run, whatever its plan; empty if none."""
     gathers_s: float
-    """Seconds on the links for gathering weights, of the rank with most."""
+    """Seconds on the links for gathering weights, on the rank with the most."""
     memory: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
     """For each rank, the bytes in use during each action, and its copies."""
 

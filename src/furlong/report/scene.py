@@ -51,7 +51,7 @@ _SHARE_WORDS = {
     "collectives": "gathering and reducing",
     "waiting": "idle",
 }
-"""Words for the keys of StepFigures.shares()."""
+"""Words for the keys of `SimulatedStep.shares()`."""
 _USEFUL = ("forward", "backward")
 """Keys of the shares that are useful work."""
 PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}

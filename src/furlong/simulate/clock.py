@@ -3,8 +3,14 @@
 Each rank runs its list in order, with one computation at a time on its compute lane. Copies of a
 cell to or from its offload target run concurrently, and the rank continues when both are done. A
 message uses the link from its sender to its receiver, which delivers in order: a Send never waits,
-a Recv waits for its message (isend and a queue per direction). A collective of the ranks of a stage
-starts when the last of them has entered it:
+a Recv waits for its message (isend and a queue per direction).
+
+A pass (forward or backward of a cell) can be a collective of the ranks of its stage. Lockstep: if
+the plan gathers weights with each pass, the n-th passes of all ranks, whatever their chunks, are
+one collective. Otherwise the first pass of a stage gathers its weights, unless an Unshard does
+(gathering), and its last Backward reduces gradients (reducing): the first rank to arrive waits, and
+so does the gradient that it sends to the stage before. A rank's record ends with its own work, so
+the rest shows as waiting. A collective starts when the last of its ranks has entered it:
 
     collective      starts when                      its ranks continue
     Unshard         all entered, links are free      when weights outside the layers are gathered
@@ -20,12 +26,6 @@ its first layer. The first pass with a loss waits for the head in the same way.
 
 A Reduce runs layer by layer during the stage's last Backward, as far as the links are free; its
 action stands for the remainder.
-
-Passes are in lockstep if the plan gathers weights with each pass: the n-th passes of all ranks of a
-stage, whatever their chunks, are then one collective. A rank's record ends with its own work, so
-the rest shows as waiting. Otherwise the first pass of a stage gathers its weights, unless an
-Unshard does, and its last Backward reduces gradients: the first rank to arrive waits, and so does
-the gradient that it sends to the stage before.
 
 All times follow from the plan, whatever order ranks are visited in. Simplification: links of
 different pairs of ranks share no bandwidth.
@@ -96,8 +96,9 @@ class ActionCosts(Protocol):
     """Seconds of actions, as a cost model computes them."""
 
     def compute_s(self, action: Action, rank: int) -> float:
-        """Return the seconds of any action but Send and Recv: for an Unshard, those on the link;
-        for a Reduce, those after its stage's last Backward. The slowest rank's count."""
+        """Return the seconds of any action but Send and Recv: for an Unshard, its seconds on the
+        link; for a Reduce, its seconds after the stage's last Backward. The clock takes the slowest
+        rank's."""
 
     def transfer_s(self, action: Send, rank: int) -> float:
         """Return the seconds that a message takes from `rank` to its peer."""
@@ -358,8 +359,8 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class RankSeconds:
-    """The seconds of one rank by activity; they add up to the step's. A moment with several
-    activities counts for the first field among them."""
+    """The seconds of one rank by activity; they add up to the step's. Concurrent activities count
+    once, for the first of their fields."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -454,7 +455,8 @@ def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> SimulatedStep:
 def _measure_rank(
     records: Sequence[Record], duration_s: float, late: frozenset[tuple[int, int]]
 ) -> RankSeconds:
-    """Return a rank's seconds; each moment counts for the first field with a record then."""
+    """Return a rank's seconds. Where records overlap, the time counts for the first of their
+    fields."""
     changes: list[tuple[float, int, str]] = []
     for record in records:
         if name := _field(record, late):

@@ -33,7 +33,7 @@ class Prediction(NamedTuple):
 
 
 def predict(model: CostModel, plan: ChunkPlan) -> Prediction:
-    """Return seconds and peak bytes of a plan's step, each peak that of the rank with most."""
+    """Return seconds and peak bytes of a plan's step; each peak is the maximum over the ranks."""
     curves = [model.memory().curve(plan, rank) for rank in range(len(plan.actions))]
     return Prediction(step_s(model, plan), *most_of(map(needs_of, curves)))
 
