@@ -6,11 +6,12 @@
 Each candidate has two closed forms: `TimeEstimate`, an estimate of its seconds, and `ByteBound`, a
 lower bound on the bytes of the longest sequence. Options that the user has given are fixed.
 Options are skipped if they are dominated (another candidate takes less time and no more memory), or
-if they have more cells than can be simulated. If whole graphs fit chunk-first, they are not offered
-layer-first, which computes and overlaps as much, and only holds dK,dV of fewer layers at a time.
+if they have more cells than can be simulated. If whole graphs (keep="all") fit chunk-first, they
+are not offered layer-first, which computes and overlaps as much, and only holds dK,dV of fewer
+layers at a time.
 
-With sampling, seconds are those of one draw, the same for all candidates; but memory must hold the
-exact plan, since any draw may include all chunks.
+With sampling, times are predicted for one draw, the same for all candidates; but memory must hold
+the exact plan, since any draw may include all chunks.
 """
 
 from __future__ import annotations
@@ -65,20 +66,20 @@ CHUNKS = "chunks"
 """Name of plans with free chunk options, as opposed to those of a published system."""
 LARGEST_CHUNK = 65_536
 _FEW_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20, 24)
-"""Numbers of chunks per replica and step for which evenly cutting sizes are tried."""
+"""Numbers of equal chunks per replica and step for which a chunk size is tried."""
 _RETAINED = (2, 4, 6, 8, 16, 64, 256)
-"""Numbers of retained chunks that are tried besides 1, including those of ChunkFlow."""
+"""Numbers of retained chunks that are tried besides 1; they include ChunkFlow's."""
 _FILLED = 0.97
 """Share of a chunk that packed sequences fill."""
 PAIRS = "two phases"
 """Name of plans with a pair of sequences in each call."""
 KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
-"""Keeps without a graph, with rising work and falling memory."""
+"""Values of `keep` without a graph, by rising work and falling memory."""
 
 
 def chunks(asked: Space, method: str = CHUNKS, **fixed: Any) -> Iterator[Candidate]:
-    """Yield candidates with chunk options in a layout. `method`: a published system, whose options
-    are `fixed`; nothing is yielded if the user has given another value for one of them."""
+    """Yield candidates with chunk options in a layout, by rising estimate. `method`: a published
+    system, with the options `fixed`; yields nothing if the user has given one another value."""
     question, layout = asked.question, asked.layout
     if any(question.options.get(name, value) != value for name, value in fixed.items()):
         return
@@ -126,7 +127,7 @@ def pairs(space: Space) -> Iterator[Candidate]:
     Between the phases memory holds the kept tensors of both sequences. From `attention`
     (recomputes no attention) over `kv` (recomputes attention) to `input` (recomputes all forwards)
     memory falls, whatever the lengths are. All candidates are simulated, as there are few. A shared
-    prompt of a chunk or more is planned once, so the call that needs most depends on chunk size.
+    prompt of a chunk or more is planned once, so chunk size decides which call needs most memory.
     """
     question, model, num_layers = space.question, space.model, space.model.shape.num_layers
     given, found = question.options, []
@@ -156,8 +157,8 @@ def _plan_call(question: Question, options: ChunkOptions, seq_lens: Sequence[int
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:
     """Return lower bounds on the bytes of a device: for the longest sequence and, if a step has
-    more chunks, another one; in a pipeline for the first and the last stage; with `reshard` for the
-    whole batches of the replica with the longest sequence and of that with most tokens."""
+    more chunks, another sequence; in a pipeline for the first and the last stage; with `reshard`
+    for the whole batches of two replicas: with the longest sequence, and with most tokens."""
     layout, stages = space.layout, space.stages
     if space.question.given.get("reshard") and not stages:
         replicas = space.whole or [own for step in space.dealt for own in step]
@@ -304,9 +305,9 @@ def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple
 def _offload(
     space: Space, options: ChunkOptions, num_chunks: int, stages: Sequence[int]
 ) -> Iterator[Offload]:
-    """Yield the given offload; otherwise none, then offloads of more and more kinds, those with
-    least traffic first: attention outputs, stage inputs, K,V. Graphs are not offloaded: recomputing
-    them moves fewer bytes."""
+    """Yield the given offload; otherwise no offload, then offloads of more and more tensors, those
+    with least traffic first: attention outputs, stage inputs, K,V. Graphs are not offloaded:
+    recomputing them moves fewer bytes."""
     given, lower = space.question.given, space.question.limits.offload_targets
     if "offload" in given:
         yield ChunkOptions(offload=given["offload"]).offloading
@@ -348,8 +349,8 @@ def longest_step(space: Space, size: int) -> list[int]:
 
 
 def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int], set[int]]:
-    """Return the first stage of each kind with the number of such stages, and the stages needed to
-    list the actions of one per kind: also the next stages, which send gradients back."""
+    """Return the number of stages of each kind (equal layers and head), by its first stage; and the
+    stages whose actions to list: these first stages and the next ones, which send gradients."""
     alike = first_alike(shape, stages)
     # the first stage is a kind of its own: its inputs are token ids, which take no memory
     count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
@@ -357,11 +358,11 @@ def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int],
 
 
 class TimeEstimate:
-    """Estimated seconds of one set of chunks under any options with their size.
+    """Estimated seconds of a given set of chunks, under any options with their size.
 
-    Chunks of a group run the same passes, except the last one, which has no reader, and the
-    retained ones. So the actions of two or three chunks list all kinds of passes, and their times
-    are sums of the cost model's seconds over all chunks.
+    All chunks of a group run the same passes, except the last one, which no later chunk reads, and
+    the retained ones. So the actions of two or three chunks list all kinds of passes, and the times
+    of each are sums of the cost model's seconds over all chunks.
     """
 
     def __init__(
@@ -374,8 +375,8 @@ class TimeEstimate:
         num_steps: float = 1,
     ) -> None:
         """`sp_size`: processes of the pool that all slices are sharded over. `stages`: layers of
-        each stage of a pipeline. `num_steps`: how often it is filled and drained (below 1: for a
-        part of a step)."""
+        each stage of a pipeline. `num_steps`: how often the pipeline is filled and drained (below
+        1: for a part of a step)."""
         self._model, self._num_layers = model, model.shape.num_layers
         self._sp_size, self._stages, self._num_steps = sp_size, stages, num_steps
         behind = np.array([len(group) - 1 - i for group in groups for i in range(len(group))])
@@ -400,8 +401,7 @@ class TimeEstimate:
         return max(self._compute[on_device], self._copies_s(options))
 
     def _compute_s(self, options: ChunkOptions) -> float:
-        """Return the seconds of all passes; in a pipeline those of its slowest stage, and of
-        filling and draining."""
+        """Return the seconds of all passes; of a pipeline as `_filled_s` defines them."""
         shape, stages = self._model.shape, self._stages
         few = replace(options, num_retained=min(options.num_retained, 2))
         some = range(2 if options.num_retained < 2 else 3)  # enough for all kinds of passes
@@ -537,10 +537,10 @@ class ByteBound:
         beside_tokens: int = 0,
         has_gradients: bool = False,
     ) -> None:
-        """`others`: tokens of short sequences that share the last chunk; `stage`: the device's
-        stage in a pipeline of `stages`; `ahead_tokens`: tokens of other sequences whose chunks it
-        has begun by then; `beside_tokens`: other tokens of the replica's step if each stage runs
-        for all of it (`reshard`); `has_gradients`: an earlier chunk has made all gradients."""
+        """`others`: tokens of short sequences in the last chunk; `stage`: the device's stage in a
+        pipeline of `stages`; `ahead_tokens`: tokens of other sequences' chunks that this stage has
+        begun by then; `beside_tokens`: other tokens of the replica's step, if each stage runs for
+        the whole step (`reshard`); `has_gradients`: an earlier chunk has made all gradients."""
         memory, shape, sp_size = model.memory(), model.shape, layout.sp
         self._memory, self._size = memory, max(1, size // sp_size)
         self._stages, self._stage, self._ahead_tokens = stages, stage, ahead_tokens
@@ -561,7 +561,7 @@ class ByteBound:
         self._attends = tuple(layer.attends for layer in shape.layers[first:][: self._num_layers])
         """Whether each layer has attention."""
         self._kinds: dict[int, Counter[int | None]] = {}
-        """Number of last layers -> {window: number of them that have attention with it}."""
+        """Number of last layers -> {attention window: number of these layers with it}."""
         self._weights = partial(RankWeights, model.training, shape, group_size=group_size)
         held = self._weights(stages=own, held=frozenset((stage,)))
         self._host_bytes = float(held.host_bytes * held.is_away)
@@ -574,7 +574,7 @@ class ByteBound:
         """Tokens of a segment of offloaded K,V."""
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:
-        """Return the cell sizes of the last of these stages, or of the device's pipeline stage."""
+        """Return sizes of a cell on the last of `stages`; in a pipeline, on the device's stage."""
         if stages not in self._cells:
             whole, stage = (self._stages, self._stage) if self._stages else (stages, -1)
             self._cells[stages] = self._memory.cell(whole, stage % len(whole))
@@ -590,8 +590,8 @@ class ByteBound:
         return self._made[key]
 
     def _static(self, stages: tuple[int, ...], *whole: int) -> int:
-        """Return the bytes in use all the time, including buffers of collectives; `whole`: the two
-        stages whose weights are whole if those of others are freed."""
+        """Return the bytes in use throughout a step, including buffers of collectives; `whole`:
+        with resharding, the two stages whose weights are not freed."""
         key = stages, whole
         if key not in self._static_bytes:
             held = frozenset((self._stage,) if self._stages else range(len(stages)))

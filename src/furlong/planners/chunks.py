@@ -68,7 +68,7 @@ def group_chunks(
 
 
 def refuse_unusable(seq_lens: Sequence[int]) -> None:
-    """Raise DataError for a batch without sequences and for a sequence without tokens."""
+    """Raise DataError if a batch has no sequences, or a sequence has no tokens."""
     empty = next((seq_id for seq_id, seq_len in enumerate(seq_lens) if seq_len < 1), None)
     if seq_lens and empty is None:
         return
@@ -151,7 +151,7 @@ def branch_chunks(
     seq_id: int, seq_len: int, forks: Sequence[tuple[int, int]], chunk_size: int
 ) -> list[Chunk]:
     """Return the chunks of a sequence that branches, in the order of their first tokens. Short
-    branches of one parent that nothing continues are packed together."""
+    branches of one parent are packed together if no other tokens continue them."""
     parents = dict(forks)
     cuts = sorted({0, seq_len, *parents, *parents.values()})
     stretches = [(start, stop, parents.get(start)) for start, stop in pairwise(cuts)]

@@ -1,11 +1,11 @@
-"""The options, the method and the layout that `auto` chooses for a run, with words for them.
+"""The options, method and layout that `auto` chooses for a run, with text that explains them.
 
     decision = decide(Question((), model, limits), lengths, size=StepSize(32))
     decision.options, decision.words, decision.predict(plan)
 
-The search is that of `planners.search`; choices of the user are fixed. Times are predicted for the
-first steps of a run, or some of their sequences; the data's longest sequence must fit.
-`longest_sequence` finds the longest one that a decision could train.
+`planners.search` searches; choices of the user are fixed. Times are predicted for the first steps
+of a run, or for some of their sequences; the data's longest sequence must fit. `longest_sequence`
+finds the longest sequence that a decision can train.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Longest:
     """The longest sequence that can be trained."""
 
     num_tokens: int
-    """Its tokens; 0 if not even one token fits."""
+    """Number of tokens; 0 if not even one token fits."""
     limit: Literal["memory", "positions", "trials"]
     """Reason for the limit: a longer sequence does not fit, the model has no more positions, or
     nothing longer was tried."""
@@ -126,53 +126,51 @@ def longest_sequence(
 
 
 _MIN_SEQUENCES = 32
-"""Number of sequences in the steps whose time is predicted, together."""
+"""Fewest sequences of all predicted steps together, within the limits below."""
 _MAX_SEQUENCES = 1024
 _MAX_TOKENS = 2**17
-"""Most tokens of the predicted steps, but for a single longer sequence: more change the choice by
-less than its error."""
+"""Most tokens of all predicted steps together, unless a single sequence has more. Further tokens
+would change the choice by less than the predictions err."""
 _MOST_IN_A_STEP = 2**14
 _MIN_STEPS = 4
-"""Number of steps that are predicted for several devices, if they have no more tokens than may be.
-"""
+"""Fewest steps to predict for several devices, within the limit on tokens."""
 _MOST_TIMES = 8
-"""Devices whose number multiplies `_MAX_TOKENS`, at most."""
+"""Most devices by whose number `_MAX_TOKENS` is multiplied."""
 MAX_STEP_TOKENS = _MAX_TOKENS * _MOST_TIMES
-"""Tokens of a step from which on a part of it is enough on several devices."""
+"""Most tokens of a step on several devices that is predicted whole."""
 _MOST_LAYOUTS = 3
-"""Layouts that are named, of those that are slower and of those that do not fit."""
+"""Most slower layouts, and most layouts that do not fit, that a text names."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The options of a run, and why."""
+    """The options and the layout of a run, with the reasons for them."""
 
     options: ChunkOptions
     words: str
-    """The choice, its reason, and the price of the next best; empty where nothing was left to
-    choose."""
+    """Text: the choice, its reason, and how much slower the next best one is; empty if there was
+    nothing to choose."""
     answer: Answer | None = None
-    """Outcome of the search; None where nothing was searched, or nothing fits."""
+    """Outcome of the search; None if nothing was searched, or nothing fits."""
     model: CostModel | None = None
-    """The model that predicts the steps; None where the work cannot be counted."""
+    """Cost model that predicts the steps; None if the model's work cannot be counted."""
     figures: str = ""
-    """Origin of the model's seconds and bytes."""
+    """Text: the origin of the cost model's seconds and bytes."""
     layout: Layout = ONE_DEVICE
-    """How the processes of the run are divided."""
+    """Layout of the run's processes."""
     stages: tuple[int, ...] = ()
     """Layers of each stage of a pipeline; empty without one."""
     layout_words: str = ""
-    """The layout with the seconds of a step, and what the others would have cost; empty on one
-    device, and where no layout was searched."""
+    """Text: the layout with its step time, and how much slower other layouts are; empty on one
+    device, and if no layout was searched."""
     budget_bytes: int | None = None
-    """Bytes of a device for the planners of single batches, which a resumed run makes of the same;
-    None where there are none."""
+    """Bytes of a device for planners of single batches; a resumed run takes the same value. None:
+    no such planners."""
     has_shrunk: bool = False
-    """Whether the options are of smaller chunks than those that were chosen, after a step that did
-    not fit."""
+    """Whether chunks were made smaller than chosen, after a step that did not fit."""
     offload_weights: bool = False
-    """Whether weights, gradients and optimizer lie in CPU memory, as in `model.training`; the
-    options then free the weights of stages, on one process too."""
+    """Whether weights, gradients and optimizer are in CPU memory, as in `model.training`; `options`
+    then free the weights of stages, also on one process."""
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
         """Return seconds and bytes of a plan's step; None without a cost model."""
@@ -195,12 +193,13 @@ def decide(
 ) -> Decision:
     """Return the options and the layout of a run over sequences of these lengths.
 
-    `question`: that of the run, without steps; of its `calls`, which run in two phases on one
-    device (`choose_calls`), the first are timed, and all must fit. `size`: of a step. `longest`:
-    tokens of the data's longest sequence, if it is not among `lengths`. `steps`: sequences of the
-    steps to time; None: drawn as in a run. If no plan is predicted to fit, small chunks that keep
-    K,V are chosen, and the words say so; with `must_fit` a ConfigError is raised, whose advice
-    assumes that devices are fixed if `alone`. `may_cut_short`: see `search`.
+    `question`: the run's question, without steps. If it has `calls`, which run in two phases on one
+    device (`choose_calls`), the first of them are timed, and all must fit. `size`: size of a step.
+    `longest`: tokens of the data's longest sequence, if it is not among `lengths`. `steps`: tokens
+    of each sequence of the steps to time; None: drawn as in a run. If no plan is predicted to fit,
+    small chunks that keep K,V are chosen, and the text says so; with `must_fit` ConfigError is
+    raised instead, whose advice assumes a fixed number of devices if `alone`. `may_cut_short`: see
+    `search`.
     """
     calls, limits, num_devices = question.calls, question.limits, question.num_devices
     if calls:
@@ -258,12 +257,12 @@ def decide(
 def sample_steps(
     lengths: Lengths, size: StepSize, seed: int, num_devices: int = 1
 ) -> tuple[Sequence[int], StepSize]:
-    """Return the sequences of a run's first steps, and the size of these steps.
+    """Return the tokens of each sequence of a run's first steps, and the size of these steps.
 
-    There are as many whole steps as the bounds on tokens allow; of a step that is too large, some
-    sequences evenly spread over their lengths, at least one per device. With several devices there
-    are several steps, since a single sequence may decide the time of a step. A size in tokens gets
-    the mean number of sequences."""
+    Returns as many whole steps as the limit on tokens allows. If the first step is too large, it
+    returns some of its sequences, evenly spaced by length, at least one per device. With several
+    devices there are several steps, since a single sequence may decide the time of a step. For a
+    size in tokens, the returned size has the mean number of sequences."""
     least, most = _MIN_STEPS if num_devices > 1 else 1, max(_MAX_SEQUENCES, num_devices)
     most_tokens = _MAX_TOKENS * min(num_devices, _MOST_TIMES)
     if size.sequences is not None:
@@ -345,9 +344,8 @@ def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
 
 
 def model_of_run(model: CostModel, decision: Decision) -> CostModel:
-    """Return the cost model of the plans that a run makes for all of its replicas together, as the
-    search has it of one replica's: with weights in CPU memory, or gathered in each pass of a
-    pipeline, where the decision says so."""
+    """Return the cost model for a run's plans, which list all replicas (the search plans one). If
+    the decision says so, weights are in CPU memory, or gathered in each pass of a pipeline."""
     if decision.offload_weights:
         model = replace(model, training=model.training.offloading())
     asked = Question([(1,)], model, Limits(0), given={"reshard": decision.options.reshard})
@@ -356,7 +354,7 @@ def model_of_run(model: CostModel, decision: Decision) -> CostModel:
 
 
 def share_of(model: CostModel, decision: Decision) -> RankWeights:
-    """Return the weights of the process of a run that has most of them."""
+    """Return the weights of the run's process that holds most of them."""
     layout, shape = decision.layout, model.shape
     stages = decision.stages or stages_of(shape.num_layers, decision.options)
     stage_sets = [{stage} for stage in range(layout.pp)] if layout.pp > 1 else [range(len(stages))]
@@ -369,8 +367,8 @@ def share_of(model: CostModel, decision: Decision) -> RankWeights:
 
 
 def why(answer: Answer, budget_words: str) -> str:
-    """Return words for the chosen options, the reason for them, and how much slower the next best
-    are."""
+    """Return text: the chosen options, the reason for them, and how much slower the next best plan
+    is."""
     limits, (best, *others) = answer.question.limits, answer.tried
     budget = f"{format_bytes(limits.device_bytes)} ({budget_words})"
     options, needs = options_in_words(best.options), needs_in_words(best.needs)
@@ -411,8 +409,8 @@ def compared(ratio: float) -> str:
 
 
 def layouts_in_words(answer: Answer) -> str:
-    """Return words for the chosen layout with its step time, the next best, and those that do not
-    fit."""
+    """Return text: the chosen layout with its step time, the next best layouts, and layouts that do
+    not fit."""
     best, question = answer.best, answer.question
     layout = best.layout
     fastest: dict[Layout, Candidate] = {}

@@ -8,16 +8,16 @@ The planner of Wang et al., arXiv 2509.21275, in four steps:
 2. Run chunks in token-level 1F1B, sequences with most chunks first (`orders.seq1f1b_cells`).
 3. Choose the layers that each cell recomputes. Cells on one diagonal of the schedule run at the
    same time, so recomputing a diagonal takes as long as recomputing one of its cells (Eqs. 15 and
-   16). So there is one integer per diagonal, K + P - 1 for K chunks and P stages, and their sum is
-   to be the smallest with which each stage fits in memory (Eqs. 17 to 20: `choose_layers`).
+   16). So there is one integer per diagonal, K + P - 1 for K chunks and P stages. Their sum is
+   minimized so that each stage fits in memory (Eqs. 17 to 20: `choose_layers`).
 4. Several pipelines may run one after the other, with sequences of equally many chunks in the same
    one. The division of least overhead is a shortest path (Eqs. 12 to 14: `_pipelines`).
 
 Numbers of slices are tried from the smallest; the plan that is fastest in simulation is chosen.
 
 Differences to the paper: layers are chosen greedily, not by an integer program. Bytes come from the
-memory simulation, instead of Eqs. 5 to 10, and seconds from the cost model; only the mesh is cut by
-a fit to it of the paper's form a1 x^2 + a2 x (Eqs. 1 and 4).
+memory simulation, instead of Eqs. 5 to 10, and seconds from the cost model; only for the mesh is
+the paper's form a1 x^2 + a2 x (Eqs. 1 and 4) fitted to the cost model.
 
 Errata: the window of Eq. 7 is one chunk more than the forwards ahead; Eq. 11 divides a time that is
 of one stage already by the sequence-parallel degree. As printed, the threshold of Algorithm 1 can
@@ -26,7 +26,7 @@ tenth; then a new bucket is opened. (As printed, buckets of tails grow by half i
 bound, simulated steps take 1 to 2.5 % less.) The last slice of a sequence counts as its tail also
 if the mesh fits exactly, so that its K,V have no reader.
 
-    P stages, K chunks, D = K + P - 1 diagonals of a pipeline, R moments of any of its stages
+    P stages, K chunks, D = K + P - 1 diagonals of a pipeline, R rows of `Loads`
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ fits."""
 _ROUNDING_BYTES = 16
 """Bytes to leave free, as the memory simulation rounds each part."""
 _MAX_REPAIRS = 3
-"""Most times that a plan which needs more than its `Loads` predicted is planned again with a margin
-of the difference."""
+"""Most attempts at a plan that fits; the bytes that one lacks are added to the next one's margin.
+"""
 _FEW_DIAGONALS = 8
 MAX_GROWTH = 1.1
 """Most growth of the time threshold, as a multiple of its first value; infinite in the paper."""
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
-    """Yield one candidate for a layout with a pipeline. Its plans are found by a search of their
-    own, and must take less than `space.beat_s`."""
+    """Yield one candidate for a layout with a pipeline. Its planner searches for a plan that takes
+    less than `space.beat_s`."""
     question, model = space.question, space.model
     if space.layout.pp == 1 or (question.method == "auto" and not _may_fit(space)):
         return
@@ -188,7 +188,7 @@ def slice_numbers(most: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Inputs that all candidate plans of one batch share, and its cuts."""
+    """Inputs shared by all candidate plans of one batch, and a cache of the batch's cuts."""
 
     seq_lens: tuple[int, ...]
     model: CostModel
@@ -244,7 +244,7 @@ class _Cut:
 
     @cached_property
     def _chunks(self) -> ChunkPlan:
-        """The plan without actions, from which the others take properties of the chunks."""
+        """A plan without actions; other plans share its properties of the chunks."""
         return self._in_a_row([])
 
     def _in_a_row(self, pipelines: Sequence[GroupsOfPipeline]) -> ChunkPlan:
@@ -368,7 +368,7 @@ class Loads:
     excess_bytes: Array
     """(R,) Bytes above the budget without recomputation."""
     saved_bytes: Array
-    """(R, G) Bytes saved per layer that a kind recomputes, over the graphs held at the moment."""
+    """(R, G) Bytes saved per layer that a kind recomputes, over the graphs held at the action."""
     again_bytes: Array
     """(R,) Additional bytes if the running chunk recomputes: one layer's graph in its backward."""
     acting: Integers
@@ -386,7 +386,7 @@ class Loads:
         return lacking
 
     def fit(self, layers: Integers) -> bool:
-        """Whether each stage stays within its budget at all moments."""
+        """Whether no row exceeds the budget if kinds recompute `layers` (G,) layers."""
         return bool(self.lacking_bytes(layers).max(initial=-inf) <= 0)
 
     @property
@@ -417,7 +417,7 @@ class Loads:
         return float(least[at])
 
     def at(self, moments: NDArray[np.bool_]) -> Loads:
-        """Return the rows of some moments."""
+        """Return the rows selected by a mask (R,)."""
         return Loads(
             self.excess_bytes[moments], self.saved_bytes[moments], self.again_bytes[moments],
             self.acting[moments], self.heights[moments], self.counts,
@@ -425,9 +425,9 @@ class Loads:
 
 
 def kinds_of(groups: Groups, num_stages: int) -> Integers:
-    """Return (D,): the kind of each diagonal of a pipeline. In a series of equal groups, diagonals
-    repeat from the group on before which as many equal ones lie as there are stages. Repeated
-    diagonals are of one kind, so that the work of a choice does not grow with their number."""
+    """Return (D,): the kind of each diagonal of a pipeline. In a series of equal groups, the groups
+    after the first `num_stages` share the kinds of their diagonals, so that `choose_layers` does
+    not take longer for a longer series."""
     places: dict[tuple[Any, ...], int] = {}
     kinds: list[int] = []
     before: tuple[int, ...] = ()
@@ -445,9 +445,9 @@ def kinds_of(groups: Groups, num_stages: int) -> Integers:
 def loads_of(
     plan: ChunkPlan, memory: PlanMemory, kinds: Integers | None = None, spare_bytes: int = 0
 ) -> Loads:
-    """Return the memory pressure of a plan's only pipeline without recomputation, by the memory
-    simulation. Actions may cover only some of the plan's chunks; buffers are sized for all of them.
-    `kinds`: (D,) kinds of diagonals; None: each is its own. `spare_bytes`: margin to leave free."""
+    """Return the memory excess of a plan's only pipeline without recomputation, by the memory
+    simulation. Actions may cover only some of the plan's chunks; buffers are sized for all chunks.
+    `kinds`: (D,) kinds of diagonals; None: each diagonal is a kind. `spare_bytes`: margin."""
     backwards = np.array([a.chunk for a in plan.actions[0] if isinstance(a, Backward)])
     places, first = np.argsort(backwards), backwards.min()
     last, num_diagonals = len(plan.stages) - 1, len(backwards) + len(plan.stages) - 1
@@ -510,10 +510,10 @@ def choose_layers(loads: Loads) -> Integers | None:
     """Return (G,): the layers that diagonals of each kind recompute so that each stage fits, or
     None if no choice fits.
 
-    The greedy choice adds a layer to the kind that relieves most per diagonal until all stages fit,
-    then removes layers that later ones have made needless. Relief is measured in bytes, and as a
-    share of each moment's excess; the better result is taken. With few diagonals, where one layer
-    is a percent of a step, it is also run with each kind excluded in turn.
+    A greedy search adds a layer to the kind that saves most per diagonal until all stages fit, then
+    removes layers that have become needless. It runs twice, with savings in bytes and as a share of
+    each row's excess, and the better result is returned. With few diagonals, where one layer is a
+    percent of a step, it also runs with each kind excluded in turn.
     """
     tried = [_relieved(loads, by_shares) for by_shares in (False, True)]
     num_diagonals = loads.saved_bytes.shape[1]
@@ -530,14 +530,14 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
     lacking = loads.lacking_bytes(layers)
     columns = np.ascontiguousarray(loads.saved_bytes.T)
     reliefs, gains = np.zeros_like(loads.saved_bytes), np.zeros(len(layers))
-    """(R, G) relief of each moment by one more layer of a kind; (G,) its sum per diagonal."""
+    """(R, G) bytes or shares that one more layer of a kind saves; (G,) their sum per diagonal."""
     felt = loads.saved_bytes > 0
     felt[np.arange(len(lacking)), loads.acting] = True
     firsts, ends = felt.argmax(axis=1), len(layers) - felt[:, ::-1].argmax(axis=1)
     felt = np.ascontiguousarray(felt.T)
 
     def weigh(touched: NDArray[np.bool_]) -> None:
-        """Update the relief of moments that still lack bytes, and `gains` that include them."""
+        """Update rows of `reliefs` that lack bytes, or did before, and their sums in `gains`."""
         rows = np.flatnonzero(touched & (is_weighed | (lacking > 0)))
         if not len(rows):
             return
@@ -639,7 +639,7 @@ def cut_and_pack(
 
 
 def cut(seq_id: int, seq_len: int, mesh: Sequence[int]) -> list[Slice]:
-    """Cut a sequence by the mesh; its last slice is the rest, or a whole one if the mesh fits."""
+    """Cut a sequence by the mesh; its last slice is the remainder, or whole if the mesh fits."""
     bounds = takewhile(lambda bound: bound < seq_len, accumulate(mesh, initial=0))
     return [Slice(seq_id, start, stop) for start, stop in pairwise([*bounds, seq_len])]
 

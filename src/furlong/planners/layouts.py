@@ -33,10 +33,10 @@ def layouts(
     """Return all layouts of `num_devices` that the model supports, with the given sizes.
 
     An sp group whose size divides the query heads uses Ulysses. Other sizes, which gather K,V, come
-    last, and without `gathers` only if the given sizes leave no other. Recurrent layers need sp 1.
-    A pipeline has at most as many stages as layers, and only one if layers need more than the
-    output of the layer before. Replicas form `replicate` groups (`require_replicate`). Raises
-    ConfigError, which shows the arithmetic, if no layout is left.
+    last; without `gathers` they are returned only if the given sizes leave no other. Recurrent
+    layers need sp 1. A pipeline has at most as many stages as layers, and only one if layers need
+    more than the output of the layer before. Replicas form `replicate` groups
+    (`require_replicate`). Raises ConfigError, which shows the arithmetic, if no layout is left.
     """
     found = [
         Layout(num_devices // (s * p), s, p)
@@ -87,8 +87,8 @@ def replicate_of(layout: Layout, reshards: bool, replicate: int) -> int:
 
 
 def refuse_reshard_alone(num_devices: int, replicate: int = 1, *, offloads: bool = False) -> None:
-    """Raise ConfigError for reshard with groups of one device, which has nothing to gather, unless
-    it copies weights from CPU memory."""
+    """Raise ConfigError if reshard is set for groups of one device, which have nothing to gather,
+    unless weights are copied from CPU memory (`offloads`)."""
     if num_devices <= replicate and not offloads:
         groups = f"{count_words(replicate, 'group')} of one device"
         raise ConfigError(
@@ -135,8 +135,8 @@ def cut_layers(
     group_size: int = 1,
     limit_bytes: float = inf,
 ) -> tuple[int, ...]:
-    """Return the layers of each stage for which the slowest stage (the last with the head) is
-    fastest and, among such cuts, stages are most even.
+    """Return the layers of each stage, cut so that the slowest stage is as fast as possible (the
+    last stage includes the head) and, among such cuts, stages are most even.
 
     `mean_keys`: keys that a token of the batch attends to on average. `limit_bytes`: memory of a
     device. If possible, the state of a stage, sharded over `group_size` devices, takes at most

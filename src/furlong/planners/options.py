@@ -1,7 +1,7 @@
 """Chunk options, and a fixed rule for them.
 
-`auto` in a run file means the search of `planners.search`. The fixed rule replaces it without a
-data set, and for models whose work cannot be counted.
+`auto` in a run file means the search of `planners.search`. The fixed rule (`fixed_options`)
+replaces it if there is no data set, or if a model's work cannot be counted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ChunkOptions:
 
     @property
     def kept(self) -> Keep:
-        """The keep, if it is not auto. Raises ConfigError for auto."""
+        """The value of `keep`. Raises ConfigError for auto."""
         if self.keep == "auto":
             _refuse(
                 "keep", "auto",

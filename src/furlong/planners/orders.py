@@ -89,8 +89,8 @@ def schedule_group(
     """Return the actions of one stage for `chunks`, which are a group.
 
     The last `num_retained` chunks keep their whole graphs, the others `keep`; the first
-    `recompute_layers` layers of each graph are checkpointed. `rebuilds`: keeps that drop K,V, which
-    are then rebuilt before the backwards. Without `backward` there are only forwards.
+    `recompute_layers` layers of each graph are checkpointed. `rebuilds`: values of `keep` that drop
+    K,V, which are then rebuilt before the backwards. Without `backward` there are only forwards.
     """
     if not backward:
         return [Forward(chunk, stage, "input") for chunk in chunks]
@@ -197,8 +197,8 @@ def state_aware_lists(
 ) -> list[list[Action]]:
     """Return the actions of each rank, with messages, in state-aware 1F1B.
 
-    Groups have the chunk indices `numbered`; other arguments: see `schedule_group`. Whatever
-    follows a group's forwards runs in the place of its last chunk's backward in plain 1F1B.
+    Groups have the chunk indices `numbered`; other arguments: see `schedule_group`. All actions
+    after a group's forwards run where plain 1F1B has the backward of the group's last chunk.
     """
     lists = []
     for stage, height in enumerate(stages):
@@ -272,10 +272,10 @@ def assemble(
     """Return the plan of each rank's actions (`lists`), with a Reduce of each stage that has a
     Backward.
 
-    RebuildKV without a later reader is dropped: a last chunk of a branch has none, nor does a chunk
-    whose group is not pieces of one sequence. `reshard`: insert Unshard and Reshard, so that at
-    most two stages are whole. `regathers`: each pass gathers and frees its layers' weights within
-    its pool. `checked`: whether `plan.check` runs. Other arguments: see `ChunkPlan`.
+    RebuildKV is dropped for chunks that no later chunk reads: the last chunk of a branch, and
+    chunks of groups that are not pieces of one sequence. `reshard`: insert Unshard and Reshard, so
+    that at most two stages are whole. `regathers`: each pass gathers and frees its layers' weights
+    within its pool. `checked`: whether `plan.check` runs. Other arguments: see `ChunkPlan`.
     """
     plan = ChunkPlan(
         tuple(seq_lens), tuple(chunk for group in groups for chunk in group), tuple(stages), (),
@@ -501,8 +501,8 @@ def plan_replica(
 
     Each slice is sharded over all `sp_size` processes of the pool or, if `local_in` is given, whole
     sequences stay on one process as far as FLOPs of that model shape are balanced. `stages`: layers
-    of each stage of a pipeline, which runs state-aware 1F1B; without a pipeline the order is that
-    of `options`. Other arguments: see `plan_on_device`.
+    of each stage of a pipeline, which runs state-aware 1F1B; without a pipeline `options.order`
+    applies. Other arguments: see `plan_on_device`.
     """
     groups = group_chunks(seq_lens, options, forks)
     if local_in is None:
@@ -532,10 +532,10 @@ def join_replicas(
     """Return the plan of the global batch `seq_lens`, joined from the plans of its replicas.
 
     plans[d] is the plan of replica d for the sequences seq_ids[d], which it numbers from 0. All
-    have the same stages, frozen stages, number of ranks, sp_size and offload; if passes gather
-    weights from all replicas, they must run equal passes. A replica without sequences has a dummy
-    plan (`idle_plan`). Raises ConfigError if there is no sequence or layouts differ, ValueError if
-    a plan does not belong to its sequences, PlanError for unequal passes.
+    plans have equal stages, frozen stages, number of ranks, sp_size and offload; if passes gather
+    weights from all replicas, all replicas must run equal passes. A replica without sequences has a
+    dummy plan (`idle_plan`). Raises ConfigError if there is no sequence or layouts differ,
+    ValueError if a plan does not belong to its sequences, PlanError for unequal passes.
     """
     refuse_idle(len(seq_lens), sum(bool(plan.seq_lens) for plan in plans))
     first = plans[0]
@@ -585,7 +585,7 @@ def join_kept(
     """Return `join_replicas` with dummy plans up to `num_replicas`, and with weights gathered
     before the first chunk unless the plans gather them themselves.
 
-    In between, replicas then run no collective until gradients are reduced, so that one which fails
+    From then until gradients are reduced, replicas run no collective, so that a replica that fails
     can notify the others.
     """
     num_idle = num_replicas - len(plans)
@@ -606,8 +606,8 @@ def gathered_first(plan: ChunkPlan) -> ChunkPlan:
 
 
 def idle_plan(like: ChunkPlan) -> ChunkPlan:
-    """Return the plan of a replica without sequences, for use with replicas with plan `like`. One
-    token of no sequence passes all stages, so that its processes join all collectives."""
+    """Return the plan of a replica without sequences beside replicas with plan `like`. A dummy
+    chunk runs through all stages, so that the replica's processes join all collectives."""
     trained = any(isinstance(action, Backward) for listed in like.actions for action in listed)
     frozen = like.frozen_stages if trained else len(like.stages)
     if len(like.actions) == 1:

@@ -1,18 +1,18 @@
 """Places: whole sequences in micro-batches, each on a sequence-parallel group of its own (ours).
 
 The place of a sequence is one process of a pool, or an aligned run of them. A micro-batch runs on
-all processes at once, and is as slow as its slowest. A setting is a number of checkpointed layers;
-it determines how many tokens a process can hold at a time, and so the least number of
-micro-batches. Settings are tried by ascending lower bound: first initial divisions (assignments of
-sequences to spots) are made, by dual approximation and greedily; then the best ones are improved by
-tabu search.
+all processes at once, and is as slow as its slowest process. A setting is a number of checkpointed
+layers; it determines how many tokens a process can hold at a time, and so the least number of
+micro-batches. Settings are tried by rising lower bound on step time. First, dual approximation and
+a greedy heuristic make divisions (the micro-batch and place of each sequence); then tabu search
+improves the best of them.
 
 FlexSP (Wang et al., ASPLOS 2025) and Megatron-Core's hybrid context parallelism choose places, too:
 the former with disjoint groups per micro-batch, the latter by length alone. Here each sequence's
-place is free, and the cost model prices it: the loads (sums of work) of a process add up, and
-`pass_seconds` prices many ways to place a sequence at once.
+place is chosen by predicted time: the loads (tokens, attended keys, ...) of sequences add up on a
+process, and one call of `pass_seconds` times many ways to place a sequence.
 
-    F sums of a load, K sequences, Z sizes of places, P parts of a step's passes,
+    F entries of a load, K sequences, Z sizes of places, P parts of a step's passes,
     M micro-batches, W processes, N sequences that are moved in one call
 """
 
@@ -59,12 +59,12 @@ _MORE = 1.3
 """Multiple of the fewest micro-batches that is tried as well."""
 _FEW_CHANGES = 60
 _NUM_CHANGES = 600
-"""Number of moves that then improve the best one."""
+"""Number of moves that then improve the best division."""
 _NUM_CHANGES_OF_A_STEP = 20
 """The same during training: many more would delay steps, and gain a percent."""
 _MOST_SPOTS = 2**18
-"""Most spots over all sequences (sequences * processes * micro-batches) for the greedy start,
-unless there is no other start."""
+"""Most positions (sequences * processes * micro-batches) for which the greedy heuristic runs,
+unless the others find no division."""
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
@@ -109,9 +109,9 @@ def plan_places(
 
 
 def _starts(found: Iterable[Setting]) -> list[Division]:
-    """Return initial divisions of all settings whose lower bound beats the best one, fastest first.
-    Each setting is tried with the fewest possible micro-batches, and with more, since smaller ones
-    balance better."""
+    """Return initial divisions of all settings whose lower bound beats the best division, fastest
+    first. Each setting is tried with the fewest possible micro-batches, and with more, since
+    smaller ones balance better."""
     starts: list[Division] = []
     for setting in sorted(found, key=lambda setting: setting.least_s(setting.fewest)):
         last, is_first = len(setting.batch.seq_lens), True
@@ -131,9 +131,9 @@ def starts_of(setting: Setting, num_micro_batches: int, enough_s: float = inf) -
     """Return the two best initial divisions of each heuristic in a setting; tabu search ends in
     different optima from each.
 
-    1. Places of one size for all, as in static sequence parallelism.
+    1. Places of one size for all sequences, as in static sequence parallelism.
     2. Dual approximation (Turek, Ludwig, Tiwari 1994): given a target for the seconds of a process,
-       or for its tokens, each sequence takes the smallest place within it.
+       or for its tokens, each sequence takes the smallest place that stays within the target.
     3. Greedy.
     """
     batch, alone_s = setting.batch, setting.alone_s
@@ -156,8 +156,8 @@ def starts_of(setting: Setting, num_micro_batches: int, enough_s: float = inf) -
 
 
 TOKENS, GATHERED = range(2)
-"""Sums of a load that do not depend on sizes or windows: tokens, and tokens whose K,V are gathered
-in addition to the process's own (`cost.memory.gathered_tokens`)."""
+"""Entries of a load that do not depend on sizes or windows: tokens, and tokens whose K,V are
+gathered in addition to the process's own (`cost.memory.gathered_tokens`)."""
 _NUM_PLAIN = 2
 _A_LITTLE = 1e-6
 """Tokens of a process with next to no work, which shows its fixed costs."""
@@ -201,15 +201,15 @@ class PoolBatch:
 
     @property
     def exchange_rows(self) -> slice:
-        """Rows of a load with tokens of slices on places of each size but 1. Before them are the
-        numbers of slices on places of each size, after them their attended keys."""
+        """Entries of a load: tokens of slices on places of each size but 1. Entries before them
+        count the slices on places of each size; those after them count attended keys."""
         first = _NUM_PLAIN + len(self.sizes)
         return slice(first, first + len(self.sizes) - 1)
 
     @cached_property
     def passes(self) -> tuple[StageSeconds, StageSeconds]:
-        """Seconds of passes, and those without minimum times (launches, gathered weights) and with
-        experts read once, so that seconds add up over sequences."""
+        """Seconds of passes, first as predicted, then without minimum times (launches, gathered
+        weights) and with experts read once, so that the seconds of sequences add up."""
         model, layout = self.model, Layout(sp=self.pool_size)
         floorless = replace(
             model,
@@ -226,7 +226,7 @@ class PoolBatch:
         )
 
     def table(self, loads: Array) -> ChunkTable:
-        """Return loads (F, ...) as a table of the cost model."""
+        """Convert loads (F, ...) to a `ChunkTable`."""
         exchanged, shape = self.exchange_rows, self.model.shape
         counts, windows = loads[_NUM_PLAIN : exchanged.start], self.windows
         keys = loads[exchanged.stop :].reshape(len(counts), len(windows), *counts.shape[1:])
@@ -291,8 +291,8 @@ class Setting:
         return weighted
 
     def least_s(self, num_micro_batches: int) -> float:
-        """Return about a lower bound on the seconds of a step: the larger of all work spread
-        evenly, and any one sequence on its best place with all other micro-batches empty."""
+        """Return about a lower bound on the seconds of a step. It is the larger of: all work spread
+        evenly; the slowest sequence on its best place, with all other micro-batches empty."""
         batch = self.batch
         load = batch.added[:, 0].sum(axis=0)[:, None] / (batch.pool_size * num_micro_batches)
         even_s = num_micro_batches * self.seconds(load).sum()
@@ -353,7 +353,7 @@ Spots = Mapping[int, Spot]
 
 
 class Division:
-    """An assignment of sequences to spots, changed in place. Slots are (micro-batch, process)."""
+    """An assignment of sequences to spots, changed in place. A slot is a (micro-batch, process)."""
 
     def __init__(self, setting: Setting, num_micro_batches: int, spots: Spots) -> None:
         self.setting = setting
@@ -392,11 +392,11 @@ class Division:
         return float(self.seconds().max(axis=2).sum())
 
     def moves(self, seq_ids: Sequence[int]) -> list[tuple[float, Spot]]:
-        """Return, for each of the sequences (assigned or not), the norm of the step with the
-        sequence on its best other spot (infinite if none has room), and that spot.
+        """Return (norm, spot) for each of `seq_ids`, assigned or not: its best other spot, and the
+        norm of the step with the sequence there (infinite if no spot has room).
 
-        The norm replaces the maximum over processes by a p-norm, which also falls if only one of
-        several equally slow processes gets faster."""
+        The norm is the step time with a p-norm instead of the maximum over processes. Unlike the
+        maximum, it also falls if only one of several equally slow processes gets faster."""
         batch = self.setting.batch
         before = np.repeat(self.loads[:, None], len(seq_ids), axis=1)  # (F, N, M, W)
         for i, seq_id in enumerate(seq_ids):
@@ -475,8 +475,8 @@ def greedy(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> l
 
 
 def smallest(setting: Setting, is_short: NDArray[np.bool_]) -> Kinds:
-    """Return the smallest size for each sequence that fits and that `is_short` (K, Z) allows; the
-    largest if none does."""
+    """Return, for each sequence, the index of the smallest size that fits and that `is_short`
+    (K, Z) allows; of the largest size if none does."""
     fits = is_short & setting.fits
     last = len(setting.batch.sizes) - 1
     return tuple(np.where(fits.any(axis=1), fits.argmax(axis=1), last).tolist())
@@ -484,8 +484,8 @@ def smallest(setting: Setting, is_short: NDArray[np.bool_]) -> Kinds:
 
 def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Division | None:
     """Assign sequences to places of given sizes (larger ones if these have no room), each to the
-    place where it ends earliest. Largest places come first, then most work: aligned places of
-    falling sizes leave no gaps. Return None if a sequence does not fit."""
+    place where it ends earliest. Sequences on larger places come first, then those with more work:
+    aligned places of falling sizes leave no gaps. Return None if a sequence does not fit."""
     batch, num_kinds = setting.batch, len(setting.batch.sizes)
     held = setting.held(batch.added.transpose(2, 0, 1)).tolist()
     alone_s = setting.alone_s.tolist()

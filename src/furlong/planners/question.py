@@ -7,8 +7,8 @@
 Each published system has a file with `candidates(space)`, which yields its plans in one layout,
 sorted by an estimate of their time.
 
-On a CPU the device's memory is RAM: `memory.device` is the budget of everything in it, so
-`memory.cpu` and offload to cpu are refused with their names. The disk can always be used.
+On a CPU the device's memory is RAM: `memory.device` is the budget of all RAM that a run takes, so
+`memory.cpu` and offload to cpu are refused by name. The disk can always be used.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def advice(
 ) -> str:
     """Return advice for a plan on `num_devices` that needs too much memory.
 
-    `part`: the part that takes most of it, or the name of the memory; `memory`: that name, if
-    `part` is a part; `given`: options that the user has given; `alone`: whether the number of
-    devices is fixed.
+    `part`: the part of memory that takes most, or the name of a memory; `memory`: the memory's
+    name, if `part` is a part; `given`: options that the user has given; `alone`: whether the number
+    of devices is fixed.
     """
     ways = ["use more devices" if num_devices > 1 else "use several devices"]
     if alone:
@@ -187,20 +187,20 @@ class Question:
     longest: int = 0
     """Tokens of the data's longest sequence, which must fit; 0: the longest of `steps`."""
     size: StepSize = field(default_factory=StepSize)
-    """Sequences of a run's step (by default those of the first of `steps`), or their mean number,
-    and most tokens."""
+    """Number of sequences of a run's step (default: as in the first of `steps`), or the mean
+    number, and most tokens."""
     weight: float = 0.0
-    """Factor from the seconds of all `steps` to those of one, 1 / their number by default; above 1
-    if the only one is a part of a step."""
+    """Factor from the total seconds of `steps` to seconds per step: 1 / len(steps) by default;
+    above 1 if `steps` is only a part of one step."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Sizes of the layout (`SIZES`) and chunk options that the user has fixed, by name."""
     method: str = "auto"
     """`auto`, or the published system whose plans to use."""
     whole: Sequence[int] = ()
-    """Tokens of the sequences of a whole step with the longest one, which must fit, too; empty if
-    `steps` are whole."""
+    """Tokens of each sequence of a whole step with the longest sequence. The step must fit, too.
+    Empty if `steps` are whole."""
     mean_keys: float = 0.0
-    """Mean number of keys that a token of the data attends to; 0: that of `steps`."""
+    """Mean number of keys that a token of the data attends to; 0: the mean over `steps`."""
     calls: tuple[Call, ...] = ()
     """Calls that may need most memory, if steps consist of calls in two phases."""
     stages: tuple[int, ...] = ()
@@ -243,7 +243,7 @@ class Question:
         }
 
     def keys_of(self, names: Iterable[str]) -> list[str]:
-        """The keys of a run file that gave these options: offload of weights gives two."""
+        """Return the keys of a run file that set these options. Offload of weights sets two."""
         away = ("order", "reshard") if self.model.training.offload_weights else ()
         return list(dict.fromkeys("offload" if name in away else key_of(name) for name in names))
 
@@ -267,7 +267,7 @@ class Question:
         )  # fmt: skip
 
     def fits_with_narrow_moments(self, layout: Layout) -> bool:
-        """Whether the state only fits on a device if AdamW's moments take half of their bytes."""
+        """Whether the state fits on a device only if AdamW's moments take half of their bytes."""
         training = self.model.training
         if training.optimizer_bytes != 2 * training.gradient_bytes or training.lora is not None:
             return False
@@ -322,7 +322,8 @@ class Question:
         return replace(self, given={**self.given, **order, "reshard": reshard})
 
     def state_bytes(self, layout: Layout) -> int:
-        """Return a lower bound on weights, gradients and optimizer on the device with most."""
+        """Return a lower bound on the bytes of weights, gradients and optimizer, on the device with
+        most of them."""
         if self.may_reshard(layout):
             return self.resharding(layout).state_bytes(layout)
         if self.given.get("reshard") and layout.pp == 1:
@@ -381,7 +382,7 @@ class Space:
 
     @cached_property
     def dealt(self) -> list[tuple[tuple[int, ...], ...]]:
-        """[step][replica] -> tokens of its sequences."""
+        """[step][replica] -> tokens of each of the replica's sequences."""
         return [*map(self._deal, self.question.steps)]
 
     def _deal(self, seq_lens: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -394,7 +395,7 @@ class Space:
 
     @cached_property
     def whole(self) -> list[tuple[int, ...]]:
-        """Sequences of two replicas in a whole step: with most work, and with the longest one."""
+        """Sequences of a whole step's replicas with most work and with the longest sequence."""
         if not self.question.whole:
             return []
         replicas = self._deal(self.question.whole)
@@ -432,8 +433,8 @@ class Space:
 
     def step_s(self, plan_of: PlanOf, beat_s: float = inf) -> float:
         """Return the mean seconds of a step, with all replicas' plans joined as in a run, and with
-        the optimizer's step; or infinity as soon as some replicas alone, a lower bound, take
-        `beat_s`."""
+        the optimizer's step. Return infinity once a lower bound, the time of some replicas alone,
+        reaches `beat_s`."""
         model, total_s, part = whole_model(self.model), 0.0, min(1.0, self.question.weight)
         for lens, times in Counter(self.dealt).items():  # equal steps are timed once
             if len(set(lens)) == 1 and len(lens) == self.layout.dp and self._is_regular:
@@ -478,11 +479,11 @@ class Candidate:
     method: str
     space: Space
     options: ChunkOptions
-    """Its chunk options; for a method with own chunks those of evaluations, and of batches that it
-    has no plan of."""
+    """Chunk options; if the method makes its own chunks, the options for evaluations and for
+    batches that the method has no plan for."""
     estimate_s: float
-    """About the seconds of the question's steps, or less. On one device they are simulated, except
-    copies and the effect of sampling."""
+    """Estimated mean seconds of a step, or a lower bound. On one device it equals the simulated
+    time, except for copies and the effect of sampling."""
     plan_of: PlanOf
     """Returns checked plans."""
     least: Needs = field(default_factory=partial(Needs, 0))
@@ -495,7 +496,7 @@ class Candidate:
     needs: Needs = field(default_factory=partial(Needs, 0))
     """Simulated peak bytes in each memory; 0 until simulated."""
     peak: Mapping[MemoryPart, int] = field(default_factory=dict)
-    """Parts of `needs`, on the device that lacks most."""
+    """Bytes of each part of memory at the peak, on the device that lacks most."""
     unchecked: PlanOf | None = None
     """Returns the same plans without a check, for simulation only; None: use `plan_of`."""
 
@@ -537,8 +538,8 @@ class Answer:
     is_cut_short: bool = False
     """Whether a signal ended the search before its end."""
     on_device: Answer | None = None
-    """Answer for weights on the device, if nothing fits there; `question` is then the one for
-    weights in CPU memory."""
+    """Answer with weights on the device, if no plan fits there; `question` then has weights in CPU
+    memory."""
 
     @property
     def best(self) -> Candidate:
@@ -551,8 +552,8 @@ class Answer:
 
     @property
     def nearest(self) -> tuple[Candidate | None, Layout]:
-        """The candidate closest to fitting (None if a layout is closer whose state alone does not
-        fit), and its layout."""
+        """The candidate closest to fitting, and its layout. The candidate is None if a layout is
+        closer in which the state alone does not fit."""
         question, limits, refused = self.question, self.question.limits, self.refused
         too_large = sorted(self.too_large, key=lambda pair: pair[1])
         least = limits.lacking(refused[0].needs) if refused else inf

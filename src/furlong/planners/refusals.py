@@ -21,8 +21,8 @@ from furlong.units import budget_of, count_words, format_bytes
 
 
 def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
-    """Return the error of a search in which nothing fits, with budgets that would suffice. `alone`:
-    whether the run's devices are fixed."""
+    """Return the error of a search in which nothing fits, with memory budgets that would suffice.
+    `alone`: whether the run's devices are fixed."""
     question, (trial, layout) = answer.question, answer.nearest
     limits, training, num_devices = question.limits, question.model.training, question.num_devices
     state_bytes = question.state_bytes(layout)
@@ -72,7 +72,7 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
 
 def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
     """Return the larger part of CPU memory of a plan with offloaded weights, `state` or `cpu`, and
-    words for both."""
+    text on the bytes of both parts."""
     own = question.resharded(trial.layout)
     kept = trial.needs.cpu_bytes - own.host_bytes
     words = f"weights, gradients and optimizer {format_bytes(own.host_bytes)}"
@@ -82,7 +82,7 @@ def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
 
 
 def _nothing_offered(question: Question, error: Exception | None) -> ConfigError:
-    """Return the error for a method without a plan; `error`: the one that it raised."""
+    """Return the error for a method without a plan. `error`: the error that its planner raised."""
     method = f"chunks.method = {question.method}"
     if isinstance(error, UserError):
         return ConfigError(

@@ -5,8 +5,8 @@
 
 This is a best-first search. Layouts are opened in order of a lower bound on step time, and
 candidates of all open layouts are tried in order of their estimates. In each layout the first few
-that fit are timed by the simulated clock over the joined plans of all replicas. Planners that make
-their own chunks are asked afterwards, in layouts in which chunk options fit, and must be faster.
+that fit are timed by the simulated clock over the joined plans of all replicas. Methods that make
+their own chunks are tried last, in layouts in which chunk options fit, and must be faster.
 Work is bounded by counts, not by time, so that equal questions have equal answers.
 
 During training `BatchPlans` asks the same planners for each batch, and takes the fastest plan.
@@ -60,23 +60,24 @@ _MAX_ACTIONS = 16_000
 _LESS_AGAIN = 0.9
 """Factor of the budget of a named method after each out-of-memory step."""
 _MOST_TIMES = 8
-"""Multiple of `_MAX_ACTIONS` on several devices, which count the actions of the plan that needs
-most memory and of the busiest replica of each step. After half of it, one plan per layout is timed.
+"""Multiple of `_MAX_ACTIONS` on several devices, where the actions of the plan that needs most
+memory and of each step's busiest replica count. After half of it, one plan per layout is timed.
 """
 _CELL_ACTIONS = 6
 """Most actions per cell of a pipeline: three passes, and messages."""
 _MOST_ASKED = 128
-"""Most devices for which `places` is asked in layouts without a plan of chunk options: with 1,024
-it takes a minute."""
+"""Most devices for which `places` plans in layouts in which no chunk options fit: with 1,024 it
+takes a minute."""
 _MOST_REFUSED = 3
-"""Plans of a layout that do not fit before the candidate that needs least memory is checked."""
+"""Number of a layout's plans that do not fit after which the candidate that needs least memory is
+checked."""
 _MOST_FITTING = 4
 """Most fitting plans to time in each layout of several devices, and for each chunk size at which
 replicas wait for each other."""
 _WAITING = 0.05
 """Share of the busiest replica's seconds above which a step's additional time counts as waiting."""
 LOCAL = "local sequences"
-"""Name of plans in which whole sequences stay on one process of a pool where that balances."""
+"""Name of plans in which whole sequences stay on one process of a pool if that balances work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Method:
     has_own_chunks: bool = False
     """Whether it cuts sequences itself, so that its plans have no chunk options."""
     takes_options: tuple[str, ...] = ()
-    """Options that may be given nevertheless."""
+    """Options that may be given although the method has own chunks."""
 
 
 _ALONE = "no pipeline, keep kv, num_retained 0, order chunk-first", "set parallel.pp to 1"
@@ -176,8 +177,8 @@ def _searched(question: Question, tell: Tell, may_cut_short: bool) -> Trials:
 
 
 def own_method(space: Space) -> str | None:
-    """Return the method with own chunks that `auto` asks in a layout besides chunk options, if any.
-    Skrull is omitted, as its plans are special cases of those of `places`."""
+    """Return the method with own chunks that `auto` tries in a layout besides chunk options, if
+    any. Skrull is omitted, as its plans are special cases of plans of `places`."""
     question, layout = space.question, space.layout
     others = [name for name in question.options if name != "reshard" or layout.pp == 1]
     if question.method != "auto" or others or layout == ONE_DEVICE:
@@ -186,18 +187,18 @@ def own_method(space: Space) -> str | None:
 
 
 def candidates_of(name: str) -> Candidates:
-    """Return the candidates function of a method; for `auto` that of chunk options."""
+    """Return the candidates function of a method; for `auto` it is `chunks`."""
     return METHODS[name].candidates if name in METHODS else chunks
 
 
 def has_own_chunks(name: str) -> bool:
-    """Whether a planner's plans have no chunk options."""
+    """Whether a method cuts sequences itself, so that its plans have no chunk options."""
     return name in METHODS and METHODS[name].has_own_chunks
 
 
 @dataclass
 class Trials:
-    """The candidates of a search that have been tried, and what is known of them."""
+    """The candidates of a search, and the results of those that have been tried."""
 
     question: Question
     tell: Tell
@@ -205,9 +206,9 @@ class Trials:
     fitting: list[Candidate] = field(default_factory=list)
     refused: list[Candidate] = field(default_factory=list)
     known: dict[object, float | None] = field(default_factory=dict)
-    """Seconds of plans that fit, None of those that do not, by `_key_of`."""
+    """`_key_of(candidate)` -> seconds of its step; None if it does not fit."""
     too_large: dict[Layout, int] = field(default_factory=dict)
-    """Bytes above the limit of the state alone in layouts in which it does not fit."""
+    """Bytes by which the state alone exceeds the limit, in layouts in which it does."""
     bounds_s: dict[Layout, float] = field(default_factory=dict)
     """Lower bounds on step time, if there are any."""
     waiting: set[tuple[Layout, int]] = field(default_factory=set)
@@ -240,9 +241,10 @@ class Trials:
         return self.question.limits.hold(needs)
 
     def nearness(self, needs: Needs) -> tuple[int, int]:
-        """Return the bytes that are lacking outside CPU memory, 0 unless weights lie there, and
-        those lacking in all memories. Weights on the CPU are there because the device does not hold
-        them, so no plan is nearer for taking less RAM and more of the device."""
+        """Return a sort key, least for the plan closest to fitting: (bytes lacking outside CPU
+        memory, or 0 if weights are on the device; bytes lacking in all memories). Weights are in
+        CPU memory because the device cannot hold them, so a plan that takes less RAM, but more of
+        the device, is not closer."""
         limits = self.question.limits
         lacking = limits.lacking(needs)
         if not self.question.model.training.offload_weights:
@@ -250,7 +252,7 @@ class Trials:
         return replace(limits, cpu_bytes=None).lacking(needs), lacking
 
     def walked(self, candidate: Candidate, plans: Sequence[ChunkPlan]) -> Candidate:
-        """Return the candidate with its needs raised to those of these plans."""
+        """Return the candidate with its needs raised to the simulated bytes of `plans`."""
         space = candidate.space
         memory, ranks = space.model.memory(), [*range(candidate.layout.pp)]
         if candidate.longest and space.stages:
@@ -281,12 +283,12 @@ class Trials:
 
 
 def _run(trials: Trials) -> None:
-    """Try candidates in each layout that may be faster than the best plan. If the best plan is
-    then refused, start again, as it has kept slower ones from being tried.
+    """Try candidates in each layout that may be faster than the best plan. If the best plan turns
+    out not to fit a whole step, start again, as slower plans were skipped because of it.
 
-    If resharding is not given, layouts reshard (free the weights of stages) whose state does not
-    fit otherwise; the other layouts only if nothing fits, or only plans that are far slower than
-    the lower bound on step time."""
+    If the user has not set reshard, a layout reshards (frees the weights of stages) if its state
+    does not fit otherwise. Other layouts reshard only if nothing fits, or if all plans that fit are
+    far slower than the lower bound on step time."""
     asked, first, later = trials.question, list[Space](), list[Space]()
     for layout in walkable(asked):
         ways = [asked]
@@ -358,9 +360,9 @@ def _refuse_partial(trials: Trials) -> bool:
 
 
 def _whole_plans(question: Question, candidate: Candidate) -> list[ChunkPlan]:
-    """Return plans of a whole step that decide whether it fits. Without a pipeline and without
-    resharding the longest sequence decides, so there are none. For a method with own chunks that
-    `auto` has chosen, a run falls back to its chunk options, so their plans decide."""
+    """Return plans of whole steps that must fit, too. There are none without a pipeline or
+    resharding (except for a named method with own chunks): the longest sequence decides. If `auto`
+    chose such a method, they use its fallback chunk options."""
     space, is_named = candidate.space, candidate.method == question.method
     plan_of: PlanOf = candidate.trial
     if candidate.options.reshard and space.layout.pp == 1:
@@ -398,8 +400,8 @@ def _beside(trials: Trials, layout: Layout) -> list[Candidate]:
 
 def _options_beside(trials: Trials, candidate: Candidate) -> ChunkOptions:
     """Return chunk options to use with a method with own chunks, for evaluations and for batches
-    that it has no plan of: the fastest fitting ones; if none was tried, the first by estimate that
-    fit, or else those closest to fitting by their bounds."""
+    that the method has no plan for: the fastest ones that fit; if none was tried, the first by
+    estimate that fit, or else the ones closest to fitting by their bounds."""
     if beside := _beside(trials, candidate.layout):
         return beside[0].options
     lacking = trials.question.limits.lacking
@@ -422,12 +424,12 @@ def _walk(trials: Trials, space: Space, method: Candidates) -> Iterator[tuple[bo
     if trials.bound_s(space) >= trials.best_s:
         return
     layout, seconds = space.layout, defaultdict[int, set[float]](set)
-    """Chunk size, if replicas wait at it, else 0 -> distinct times of fitting plans. Options
-    without effect repeat a plan with its time, which counts once."""
+    """Distinct step times of plans that fit, by chunk size if replicas wait at it, else under 0.
+    Options without effect give the same plan and time, which counts once."""
     fitting: set[ChunkOptions] = set()
     """Options of fitting plans without offload: with offload they would not be faster."""
     hopeless: set[bool] = set()
-    """Whether candidates are long whose leanest does not fit."""
+    """Values of `_is_long` for which even the candidate that needs least memory does not fit."""
     num_refused = 0
 
     def alike(size: int) -> set[float]:
@@ -507,8 +509,8 @@ def _is_long(candidate: Candidate) -> bool:
 
 
 def _try(trials: Trials, candidate: Candidate, beat_s: float) -> float | None:
-    """Simulate a candidate. Return None if its plans do not fit, else the seconds of a step; or
-    of its busiest replica, a lower bound, if that alone takes `beat_s` or more."""
+    """Simulate a candidate. Return None if its plans do not fit, else the seconds of a step, or
+    only those of its busiest replica, a lower bound, if they reach `beat_s`."""
     space, layout, question = candidate.space, candidate.layout, trials.question
     exact, sampling = cache(candidate.trial), candidate.options.sampling
     plan_of: PlanOf = cache(lambda lens: one_draw(exact(lens), sampling))
@@ -592,7 +594,7 @@ def _best(trials: Trials) -> Candidate | None:
 
 
 def _alike(trials: Trials) -> list[Candidate]:
-    """Return the plans within the slack of the fastest one; on one device only those with its
+    """Return the plans about as fast as the fastest one; on one device only plans with the same
     order, stages and offload."""
     wanted = [one for one in trials.fitting if one.method == trials.question.method]
     wanted = wanted or trials.fitting
@@ -671,7 +673,7 @@ def _order_of(candidate: Candidate) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class BatchPlans:
-    """The planners that a run asks for each batch besides its chunk options."""
+    """Planners that may replace a run's chunk options, batch by batch."""
 
     space: Space
     """Question of the run, with its model, limits, given options and method, in its layout."""
@@ -751,8 +753,8 @@ class BatchPlans:
         return replace(self, space=space)._plan_of(method, seq_lens, inf)
 
     def _plan_of(self, method: str, seq_lens: Sequence[int], beat_s: float) -> ChunkPlan:
-        """Return the plan of a method with own chunks. Its `offload` is that of the options, as all
-        replicas must have the same one; the plan itself offloads nothing."""
+        """Return the plan of a method with own chunks. It offloads nothing, but its `offload` is
+        set to the options', as all replicas must have the same one."""
         asked = Space(self.space.question.of_step(seq_lens), self.space.layout, beat_s)
         plan = next(iter(candidates_of(method)(asked))).plan_of(seq_lens)
         return replace(plan, offload=self.options.offloading)

@@ -32,8 +32,8 @@ def candidates(space: Space) -> Iterator[Candidate]:
 
 
 def sampled_candidates(space: Space) -> Iterator[Candidate]:
-    """Yield SpaCO's candidates (planners/spaco.py), in which only chunks that `chunks.sample` draws
-    have a backward; none without it."""
+    """Yield SpaCO's candidates (planners/spaco.py) if `chunks.sample` is given: SeCO's, in which
+    only drawn chunks have a backward."""
     if "sample" in space.question.given:
         for candidate in candidates(space):
             yield replace(candidate, method="spaco")

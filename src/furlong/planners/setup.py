@@ -1,5 +1,5 @@
-"""The cost model and the limits of a run, made here for `furlong plan`, `furlong train` and
-`furlong calibrate` alike, so that they decide alike.
+"""The cost model and the memory limits of a run, shared by `furlong plan`, `furlong train` and
+`furlong calibrate`, so that all three decide alike.
 
     model = cost_model_of(config, shape, machine, num_devices)
     limits = limits_of(model.hardware, budget_bytes, *offload_budgets(...))
@@ -86,9 +86,9 @@ def offload_budgets(
 ) -> tuple[int | None, int]:
     """Return the bytes of CPU memory and disk that a plan may use; 0: none, None: no limit.
 
-    `offload`: that of a run file. `cpu`, `disk`: memory.cpu and memory.disk. `on_cpu`: whether the
-    device is a CPU. `free_cpu_bytes`: the value of auto on a GPU; None: unknown. Raises ConfigError
-    for contradictory values.
+    `offload`: its value in a run file. `cpu`, `disk`: memory.cpu and memory.disk. `on_cpu`: whether
+    the device is a CPU. `free_cpu_bytes`: the value of auto on a GPU; None: unknown. Raises
+    ConfigError for contradictory values.
     """
     kept: Any = kept_offload(offload)
     named = [] if kept in (None, "auto") else [*ChunkOptions(offload=kept).offloading.targets]

@@ -1,9 +1,9 @@
 """Skrull: micro-batches of whole sequences, each on one device or sharded over a group.
 
 Xu et al., NeurIPS 2025 (arXiv 2505.19609). Global data scheduling (GDS, Algorithm 2 for Eqs. 8 to
-11) balances the work over the replicas (`chunks.by_cost`) and cuts each one's sequences into as few
-micro-batches as memory allows, with long and short ones mixed: each takes every m-th sequence by
-rising length (`micro_batches`).
+11) balances the work over the replicas (`chunks.by_cost`) and divides the sequences of each replica
+into as few micro-batches as memory allows, with long and short ones mixed: each takes every m-th
+sequence by rising length (`micro_batches`).
 Placement (DACP, Algorithm 1 for Eqs. 1 to 7: `chunks.place_by_load`) then decides for each
 micro-batch which sequences stay local, each on the process with least work, or with most room. If
 none has room, the shortest local sequence of the fullest process is sharded after all. Work is the
@@ -83,11 +83,11 @@ def micro_batches(
     sp_size: int,
     bucket_tokens: int,
 ) -> list[Chunk]:
-    """Return the micro-batches of one replica with their places (Algs. 1 and 2, corrected): each of
-    m has every m-th sequence by rising length, for the smallest m that fits.
+    """Return the micro-batches of one replica with their places (Algs. 1 and 2, corrected). Each of
+    m micro-batches has every m-th sequence by rising length, for the smallest m that fits.
 
     `work`: FLOPs (or another measure) of each sequence. `bucket_tokens`: most tokens of a device;
-    those of the whole group hold the longest sequence.
+    all devices of the group together must have room for the longest sequence.
     """
     rising = sorted(seq_ids, key=seq_lens.__getitem__)
     fewest = -(-sum(seq_lens[i] for i in rising) // (bucket_tokens * sp_size))

@@ -1,27 +1,27 @@
-"""SpaCO: a backward of drawn chunks only, with factors that make up for the others.
+"""SpaCO: backwards of drawn chunks only, with factors that make up for the others.
 
-Li et al., Findings of ACL 2025 (arXiv 2505.16710), Algorithm 2. Forwards stay exact, so only the
-set of surviving paths is random (Eqs. 2 to 5). A contribution to the gradient that reaches its
-parameters through h earlier chunks needs h + 1 drawn chunks, the one with the loss among them
-(Eq. 6). A Backward multiplies its own loss by a and the dK,dV that later chunks sent by c, which
-gives that contribution the weight a c^h; it is unbiased if a c^h times the probability of those
-draws is 1 (Eq. 6).
+Li et al., Findings of ACL 2025 (arXiv 2505.16710), Algorithm 2. Forwards are exact; random is only
+which paths of the gradient remain (Eqs. 2 to 5). A path from a chunk's loss through h earlier
+chunks remains if all h + 1 chunks are drawn (Eq. 6). A Backward multiplies the gradient of its own
+loss by a, and dK,dV from later chunks by c, so that this path has the weight a c^h. The gradient is
+unbiased if a c^h times the probability of these draws is 1 (Eq. 6).
 
-    unbiased   chunk i by itself with any probability p_i above 0, a = c = 1/p_i: exact for every h.
-               Proof by induction from the last chunk down: E[1{drawn} / p_i * gradient of i, given
-               the chunks behind] is that gradient
-    fixed      exactly n of k chunks, a = k/n, c = (k-1)/(n-1): exact for h <= 1, low beyond
-    paper      exactly n of k chunks, a = 1, c = k/n, as in Algorithm 2: n/k of what a = c = k/n
-               would give, which is itself low for h >= 1. An optimizer that divides by the size of
-               gradients (Adam) does not see a common factor, so the paper's runs learn
+    unbiased   each chunk i independently, with any probability p_i > 0, a = c = 1/p_i: unbiased for
+               every h. Proof by induction from the last chunk down: given the draws of later
+               chunks, E[1{i is drawn} / p_i * gradient of chunk i] is the gradient of chunk i
+    fixed      exactly n of k chunks, a = k/n, c = (k-1)/(n-1): unbiased for h <= 1, too small for
+               larger h
+    paper      exactly n of k chunks, a = 1, c = k/n, as in Algorithm 2: n/k times the gradient for
+               a = c = k/n, which is itself too small for h >= 1. Adam divides by the size of
+               gradients, so a common factor has no effect, and the paper's runs train
 
-Errata: Eqs. 8 to 10 compensate by (k/n)^p, as if inclusions were independent, and count one chunk
-too few where a chain begins at the loss; no constant a and c are exact for h = 0, 1, 2 when exactly
-n chunks are drawn. Algorithm 2 lacks the loss's factor, and runs over the drawn chunks in any order
-where it must descend. Its condition "chunks >= layers" is layers + 1.
+Errata: Eqs. 8 to 10 compensate by (k/n)^p, as if chunks were drawn independently, and count one
+chunk too few in a path that begins at the loss; no constant a and c are unbiased for h = 0, 1, 2
+when exactly n chunks are drawn. Algorithm 2 lacks the factor of the loss, and visits drawn chunks
+in any order, though it must descend. Its condition "chunks >= layers" must be layers + 1.
 
-Ours: `unbiased`; draws inside any plan, not SeCO's alone; what no drawn chunk reads is not computed
-unless the whole loss is reported. `seco.sampled_candidates` offers the plans of the method spaco.
+Ours: `unbiased`; sampling in any plan, not only SeCO's; chunks that no drawn chunk reads are not
+computed unless the whole loss is reported. `seco.sampled_candidates` yields plans of method spaco.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _LEAST_RATE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The factors of one Backward."""
+    """Factors by which one Backward multiplies gradients."""
 
     loss_factor: float = 1.0
-    """Multiplies the chunk's own loss."""
+    """Factor of the gradient of the chunk's own loss."""
     relay_factor: float = 1.0
-    """Multiplies the dK,dV of later chunks."""
+    """Factor of dK,dV from later chunks."""
 
 
 EXACT = Factors()
@@ -65,11 +65,12 @@ EXACT = Factors()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """A rule and a budget by which chunks of every cut sequence are drawn. Give one of `rate` and
+    """How the chunks of each cut sequence are drawn for a backward. Give one of `rate` and
     `chunks`.
 
-    Chunks that hold whole sequences only are always drawn: no context makes their backward dear,
-    and no memory is saved. A sequence of no more chunks than the budget is computed exactly.
+    Chunks of whole sequences are always drawn: they have no prefix that makes their backward
+    expensive, and no memory would be saved. A sequence with no more chunks than are to be drawn is
+    computed exactly.
     """
 
     rate: float | None = None
@@ -80,14 +81,14 @@ class Sampling:
     label_rate: float | None = None
     """`unbiased` only: probability of chunks that have labels; None: 1, they are all drawn."""
     cap: float | None = None
-    """`fixed` and `paper` only: highest relay factor (the paper's experiments: 2). It trades
-    gradients through other chunks, of which it keeps less, for variance."""
+    """`fixed` and `paper` only: maximum of `relay_factor` (the paper's experiments: 2). It lowers
+    the variance, but makes gradients through other chunks too small."""
     report_loss: bool = False
-    """Whether chunks that are not drawn compute their loss, at the price of the rest of their
-    forward. Without it the loss of a step is estimated from the drawn ones."""
+    """Whether chunks that are not drawn run their whole forward and compute their loss. If not, the
+    loss of a step is estimated from the drawn chunks."""
     seed: int | None = None
-    """Decides, with its place in the batch, a sequence's draw; another one every step. None: drawn
-    from torch's generator."""
+    """Seed of the draws, combined with each sequence's index in the batch; use another one for each
+    step. None: drawn from torch's generator."""
 
     def __post_init__(self) -> None:
         is_free, a_rate = self.rule == "unbiased", f"a number from {_LEAST_RATE} to 1, above 0"
@@ -120,29 +121,30 @@ class Sampling:
                 raise _unusable(given, required, change)
 
     def share(self, num_chunks: int) -> float:
-        """The budget of a sequence of so many chunks, as a share of them."""
+        """Return the budget (`rate` or `chunks`) as a share of a sequence's chunks."""
         if self.chunks is not None:
             return min(1.0, self.chunks / num_chunks)
         assert self.rate is not None
         return self.rate
 
     def probabilities(self, has_labels: Sequence[bool]) -> list[float]:
-        """Probabilities of drawing the chunks of a sequence, by whether each has labels, under
-        `unbiased`."""
+        """Return the probability of drawing each chunk of a sequence under `unbiased`.
+        `has_labels`: whether each chunk has labels."""
         rate = self.share(len(has_labels))
         labelled = 1.0 if self.label_rate is None else self.label_rate
         return [1.0 if rate == 1 else labelled if has else rate for has in has_labels]
 
     def num_drawn(self, num_chunks: int) -> int:
-        """Number of chunks of a sequence that `fixed` and `paper` draw: at least two where it has
-        them, for a single one has nobody to send gradients to."""
+        """Return how many chunks of a sequence `fixed` and `paper` draw: at least two if it has
+        two, as a single chunk has no other to send gradients to."""
         if self.chunks is not None:
             return min(self.chunks, num_chunks)
         return min(num_chunks, max(2, round(self.share(num_chunks) * num_chunks)))
 
 
 def sampling_of(value: object) -> Sampling | None:
-    """The Sampling that a value or a mapping of its fields means. Raises ConfigError for others."""
+    """Convert a mapping of fields to a Sampling; return a Sampling or None as it is. Raises
+    ConfigError for other values."""
     if value is None or isinstance(value, Sampling):
         return value
     if not isinstance(value, Mapping):
@@ -156,8 +158,8 @@ def sampling_of(value: object) -> Sampling | None:
 
 
 def draw(has_labels: Sequence[bool], sampling: Sampling, rng: random.Random) -> dict[int, Factors]:
-    """Positions and factors of the drawn chunks of one sequence; `has_labels`: which of its chunks
-    have labels."""
+    """Return {position: factors} of the drawn chunks of one sequence. `has_labels`: whether each
+    chunk has labels."""
     if sampling.rule == "unbiased":
         chances = sampling.probabilities(has_labels)
         return {i: Factors(1 / p, 1 / p) for i, p in enumerate(chances) if rng.random() < p}
@@ -167,7 +169,7 @@ def draw(has_labels: Sequence[bool], sampling: Sampling, rng: random.Random) -> 
 
 
 def fixed_factors(sampling: Sampling, num_chunks: int) -> Factors:
-    """The a and c of the rules that draw exactly n of k chunks."""
+    """Return the factors for rules that draw exactly n of k chunks."""
     num_drawn = sampling.num_drawn(num_chunks)
     if num_drawn == num_chunks:
         return EXACT
@@ -181,11 +183,11 @@ def fixed_factors(sampling: Sampling, num_chunks: int) -> Factors:
 def draw_chunks(
     plan: ChunkPlan, sampling: Sampling, labelled: Collection[int] = ()
 ) -> dict[int, Factors]:
-    """The drawn chunks of a plan; those of one sequence are drawn together.
+    """Return {chunk: factors} of a plan's drawn chunks; chunks of one sequence are drawn together.
 
-    `labelled`: chunks that have labels. Where they are not known, no estimate is biased, but chunks
-    with labels are drawn at the rate of the others. Where sp ranks have local pieces a chunk may be
-    in two sequences; it is drawn with the first.
+    `labelled`: chunks that have labels. If they are unknown, gradients stay unbiased, but chunks
+    with labels are drawn at the rate of the others. If sp ranks hold local pieces, a chunk may be
+    part of two cut sequences; it is drawn with the first.
     """
     drawn: dict[int, Factors] = {}
     for seq_id, group in sorted(plan.groups.items()):
@@ -199,7 +201,7 @@ def draw_chunks(
 
 
 def _is_within(value: object, kind: type, lowest: float, highest: float = math.inf) -> bool:
-    """Whether a value is None, or a finite number of a kind within bounds."""
+    """Whether a value is None, or a finite number of type `kind` (or int) within bounds."""
     if value is None:
         return True
     is_number = isinstance(value, int | kind) and not isinstance(value, bool)
@@ -218,7 +220,7 @@ _Cells = Mapping[tuple[int, int], int]
 
 
 def sampled(plan: ChunkPlan, sampling: Sampling, labelled: Collection[int] = ()) -> ChunkPlan:
-    """A checked plan of the same walk with a draw of its chunks; `labelled` as for
+    """Return a checked plan in which a draw of the chunks of `plan` gets backwards. `labelled`: see
     `draw_chunks`."""
     drawn = draw_chunks(plan, sampling, labelled)
     return sample_backwards(plan, drawn, report_loss=sampling.report_loss)
@@ -233,14 +235,15 @@ def one_draw(plan: ChunkPlan, sampling: Sampling | None) -> ChunkPlan:
 def sample_backwards(
     plan: ChunkPlan, drawn: Mapping[int, Factors], *, report_loss: bool = False
 ) -> ChunkPlan:
-    """A checked plan in which only the `drawn` chunks of `plan`, which trains all, get a backward.
+    """Return a checked plan in which only the `drawn` chunks of `plan`, which trains all chunks,
+    get a backward.
 
-    Works on any plan, also on pipelines and on layer-first walks: what a chunk that is not drawn
-    would do in the backward falls away, with its messages; without `report_loss` so does the whole
-    of one that no drawn chunk reads. Where `plan` retains the graphs of a sequence's last chunks,
-    those of as many of its last drawn chunks are retained, as long as they have no more tokens: a
-    draw needs no more memory than `plan`. A rank on which nothing is drawn trains its smallest
-    chunk with factors 0, so that it has a gradient (of zeros) to reduce.
+    Works on any plan, also on pipelines and layer-first. The backwards of other chunks, with their
+    recomputation and messages, are removed; without `report_loss` also all actions of chunks that
+    no drawn chunk reads. If `plan` retains graphs of a sequence's last chunks, graphs of equally
+    many of its last drawn chunks are retained, as long as they have no more tokens, so that a draw
+    needs no more memory than `plan`. A rank without drawn chunks trains its smallest chunk with
+    factors 0, so that it has a gradient (zeros) to reduce.
     """
     trained = dict(drawn)
     for actions in plan.actions:
@@ -267,7 +270,7 @@ def sample_backwards(
 
 
 def _retained(plan: ChunkPlan, trained: Mapping[int, Factors]) -> _Cells:
-    """The cells of cut sequences that keep their graph, with the layers of it that run again."""
+    """Return {(chunk, stage): recompute_layers} of cells of cut sequences that keep their graph."""
     every = [action for actions in plan.actions for action in actions]
     again = {(a.chunk, a.stage): a.recompute_layers for a in every if isinstance(a, Recompute)}
     graphs = again | {
@@ -297,7 +300,7 @@ def _sampled_action(
     computed: Collection[int],
     retained: _Cells,
 ) -> Action | None:
-    """The action that takes the place of one; None where it falls away."""
+    """Return the action that replaces `action`; None if it is removed."""
     match action:
         case Forward(chunk) | Send("activation", chunk) | Recv("activation", chunk) if (
             chunk not in computed
@@ -325,10 +328,10 @@ def _sampled_action(
 def check_sampling(
     sampling: Sampling, *, size: int, longest: int, has_unlabelled: bool = True
 ) -> None:
-    """Raises ConfigError for a sample that never leaves a chunk out.
+    """Raise ConfigError if a sample never leaves a chunk out.
 
     `size`: most tokens in a chunk. `longest`: tokens of the data's longest sequence.
-    `has_unlabelled`: whether a chunk of some sequence that is cut may be without labels.
+    `has_unlabelled`: whether a chunk of a cut sequence may have no labels.
     """
     num_chunks, is_free = -(-longest // size), sampling.rule == "unbiased"
     share = sampling.share(num_chunks) if is_free else sampling.num_drawn(num_chunks) / num_chunks
@@ -360,7 +363,7 @@ def check_sampling(
 
 
 def sampling_in_words(sampling: Sampling) -> str:
-    """The keys of a sample, each as its name and value; defaults left out, but for the rule."""
+    """Return the keys of a sample as text, with their values, without defaults except `rule`."""
     budget = "rate" if sampling.chunks is None else "chunks"
     words = [f"{budget} {getattr(sampling, budget)}", f"rule {sampling.rule}"]
     words += [
@@ -372,6 +375,6 @@ def sampling_in_words(sampling: Sampling) -> str:
 
 
 def num_drawn(plan: ChunkPlan) -> int:
-    """Number of chunks whose backward counts; where none was drawn, one runs with factors of 0."""
+    """Return the number of chunks whose backward has a factor other than 0."""
     backwards = [a for actions in plan.actions for a in actions if isinstance(a, Backward)]
     return len({a.chunk for a in backwards if a.loss_factor or a.relay_factor})
