@@ -113,7 +113,8 @@ def build_subject(
     *,
     storage: Storage | None = None,
 ) -> Subject:
-    """Return a random model of a shrunk transformers config, with adapters that are not zero."""
+    """Return a random model of a shrunk transformers config, as a subject. Adapters are not zero,
+    and have no dropout."""
     with TemporaryDirectory() as folder, Float64():  # tables made once are float64, too
         config.save_pretrained(folder)
         own = None if lora is None else {**lora, "dropout": 0.0}
@@ -164,7 +165,8 @@ class Finding:
 
 
 def check_gradients(subject: Subject) -> Finding:
-    """Compare the loss and each parameter's gradient with the model's own, for several sizes."""
+    """Compare the loss and each parameter's gradient with those of the model's own forward, for
+    several chunk sizes."""
     batch = sequences()
     loss, truth = subject.whole(batch)
     found = []

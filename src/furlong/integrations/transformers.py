@@ -5,9 +5,8 @@ accumulation, clipping, optimizers, callbacks, checkpoints, PEFT. It combines wi
 inheritance: `class ChunkedSFTTrainer(furlong.integrations.Trainer, SFTTrainer): ...`.
 
 Batches of a data collator are read as sequences. The loss must be a sum over tokens, which chunks
-compute one tile of logits at a time. For any other function of the model's outputs, use
-`furlong.chunked` with an ordinary trainer. Settings that chunks or several processes cannot honour
-are refused.
+compute one tile of logits at a time. For any other loss, use `furlong.chunked` with an ordinary
+trainer. Settings that chunks or several processes cannot honour raise ConfigError.
 """
 
 from __future__ import annotations
@@ -157,10 +156,11 @@ def refuse_settings(trainer: Any) -> None:
 
 def refuse_model(trainer: Any, model: nn.Module) -> None:
     """Raise ConfigError for a model other than the engine's, and for hooks, a forward or a loss
-    that others have set on modules around its decoder.
+    that other code has set on modules around its decoder.
 
-    Chunks call the decoder and the head alone. `require_model_loss`, with a few tokens, would not
-    detect a weight for some token, a factor that is raised later, or a dependence on length.
+    Chunks call the decoder and the head alone. `require_model_loss` tests a few tokens, so it would
+    not detect a loss weight of a rare token, a factor that is raised later, or a loss that depends
+    on the length.
     """
     own = trainer.engine.model
     path = next((name for name, x in model.named_modules() if x is own.decoder), "").split(".")
@@ -190,7 +190,7 @@ _ACCELERATE_HOOKS = "accelerate.hooks"
 _OWN_HOOKS = ("torch.distributed.", "furlong.", _ACCELERATE_HOOKS)
 _CHUNKED = "give furlong.chunked(model) to the trainer without furlong, which calls it"
 _KNOWN_CODE = {"accelerate", "furlong", "liger_kernel", "peft", "torch", "transformers", "trl"}
-"""Packages whose forwards and losses equal those of chunks, or are tested with a few tokens."""
+"""Packages with known forwards and losses: the same as in chunks, or tested with a few tokens."""
 
 
 def _is_foreign(function: Any) -> bool:
@@ -211,8 +211,8 @@ def _is_known(module: str) -> bool:
 
 
 def _foreign_forwards(module: nn.Module) -> list[Any]:
-    """Return forwards of unknown packages that were set on a module, or that override one of a
-    known class. Classes of remote code with a family of their own are tested instead."""
+    """Return forwards from unknown packages that were set on a module, or that override a known
+    class's forward. Remote code without a known base class is tested (`require_model_loss`)."""
     classes = [c for c in type(module).__mro__ if "forward" in vars(c) and c is not nn.Module]
     is_own_family = not any(_is_known(c.__module__) for c in classes)
     forwards = [vars(module).get(name) for name in ("forward", "_original_forward")]  # accelerate's
@@ -373,7 +373,7 @@ _DECIDING = (
 
 
 class Replica(nn.Module):
-    """Wrapper of one of several replicas, whose gradients `add_up_gradients` sums.
+    """Wrapper of a model that has replicas on other processes; `add_up_gradients` sums gradients.
 
     It replaces `DistributedDataParallel`, which would reduce in each chunk, or never.
     """
@@ -388,8 +388,8 @@ class Replica(nn.Module):
 
 @torch.no_grad()
 def make_equal(model: nn.Module) -> None:
-    """Broadcast the weights and buffers of process 0: processes with other seeds would else train
-    other models."""
+    """Broadcast the weights and buffers of process 0, as other processes may have been initialized
+    with other seeds."""
     for x in chain(model.parameters(), model.buffers()):
         whole = x.contiguous()
         dist.broadcast(whole, 0)
@@ -412,8 +412,9 @@ def require_parts(model: nn.Module) -> None:
 
 
 def last_round(loader: Any, num_processes: int) -> tuple[int, int]:
-    """Return the samples that each process gets in the last batch of accelerate's data loader, and
-    how many of all processes' are no repeats; 0 if none are repeats, or if it is unknown."""
+    """Return two numbers for the last batch of accelerate's data loader: samples per process, and
+    samples of all processes that are not repeats. The second is 0 if no sample is repeated, or if
+    that is unknown."""
     sampler: Any = getattr(loader, "batch_sampler", None)
     while not isinstance(sampler, BatchSamplerShard):
         if not hasattr(sampler, "batch_sampler"):
@@ -457,7 +458,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     The loss must be a sum over tokens, so that the logits of a batch never exist at once: the
     cross-entropy, also with `label_smoothing_factor`, the `loss_type` of TRL's SFTTrainer, or a
     `compute_loss_func` that is a `TokenLoss`. A test with a few tokens compares the model's own
-    loss with that of chunks, and refuses a difference. For any other loss pass a
+    loss with the loss in chunks, and refuses a difference. For any other loss pass a
     `furlong.chunked(model)` to an ordinary trainer.
 
     On several processes each one holds the whole model, and gradients are summed once per update;
@@ -548,10 +549,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the mean loss of a batch, over the batches of all processes; None, which
-        evaluation leaves out, for a batch without labels.
+        """Return (loss, None, None): the mean loss over the batches of all processes, or None,
+        which evaluation skips, if they have no labels.
 
-        Logits, which `compute_metrics` needs, come from the model's own forward of a whole batch.
+        For `compute_metrics`, return the loss, logits and labels of the model's own forward.
         """
         if not prediction_loss_only:
             found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -588,7 +589,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @cached_property
     def _ranks(self) -> Ranks | None:
-        """The processes that train together; first used where all of them train or evaluate."""
+        """The ranks of a training on several processes, else None. The first access is a
+        collective."""
         group = dist.group.WORLD if self.args.world_size > 1 else None
         return self.engine.ranks or ranks_given(None, group, self.args.device.type)
 

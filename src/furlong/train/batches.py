@@ -245,9 +245,9 @@ class BatchEngine:
     ) -> StepResult:
         """Compute the gradients of the batch's mean loss, or only its losses.
 
-        The result covers the whole batch on all processes. If a process fails it raises its error,
-        and all others raise ElsewhereError, a LinkError inside the step. `weights` (on several
-        processes), `watch`: see `Engine.run`.
+        The result covers the whole batch on all processes. If a process fails, all others raise
+        ElsewhereError or, inside the step, LinkError. `weights` (on several processes), `watch`:
+        see `Engine.run`.
         """
         if self._plans is None:
             divisor = batch.num_valid_tokens if backward else None
@@ -290,7 +290,8 @@ def step_options(options: ChunkOptions, step: int) -> ChunkOptions:
 
 
 def drawn_share(plan: ChunkPlan | None) -> float | None:
-    """Return the sampled share of a plan's chunks, those of whole sequences included; else None."""
+    """Return the share of a plan's chunks that were sampled, chunks of whole sequences included;
+    None for a plan without sampling."""
     if plan is None or not plan.sampled:
         return None
     return num_drawn(plan) / len(plan.chunks)

@@ -1,4 +1,4 @@
-"""The parts of a run that `Trainer` puts together: device, data, model, engine, number of steps."""
+"""Functions that build the parts of a `Trainer`: device, data, model, engine, number of steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ from furlong.units import format_bytes, format_count
 
 
 def device_of(launch: Launch) -> torch.device:
-    """The device of this process. Raises ConfigError for a process without a GPU among others."""
+    """Return this process's GPU, or the CPU if there are no GPUs. Raises ConfigError if there are
+    some, but fewer than processes."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = gpu_of(launch.local_number, launch.num_local)
@@ -61,7 +62,7 @@ def engine_of(
     config: RunConfig, model: Any, longest_tokens: int, storage: Storage, ranks: Ranks | None,
     processes: Processes, *, offload_weights: bool = False,
 ) -> Engine:  # fmt: skip
-    """The engine of this process."""
+    """Return the engine of this process."""
     make = partial(
         Engine, model, max_seq_len=longest_tokens, storage=storage, ranks=ranks,
         compute_dtype=getattr(torch, config.model.dtype), offload_weights=offload_weights,
@@ -70,7 +71,7 @@ def engine_of(
 
 
 def storage_beside(storage: Storage, cost: CostModel | None, decision: Decision) -> Storage:
-    """Return the budgets of kept tensors beside weights that lie in CPU memory."""
+    """Return the budgets of kept tensors, less the CPU memory that offloaded weights take."""
     own = None if cost is None else share_of(cost, decision)
     if own is None or not own.is_away or storage.cpu_bytes is None:
         return storage
@@ -78,7 +79,7 @@ def storage_beside(storage: Storage, cost: CostModel | None, decision: Decision)
 
 
 def ranks_of(config: RunConfig, decision: Decision, device: torch.device) -> Ranks | None:
-    """The ranks of a run; None for a process that is alone and does not offload its weights."""
+    """Return the ranks of a run; None for a single process without offloaded weights."""
     layout, offloads = decision.layout, decision.offload_weights
     if layout.num_devices == 1 and not offloads:
         return None
@@ -91,8 +92,8 @@ def ranks_of(config: RunConfig, decision: Decision, device: torch.device) -> Ran
 def division(
     config: RunConfig, longest_tokens: int, ranks: Ranks | None, *, offload_weights: bool = False
 ) -> Callable[[Any], None] | None:
-    """A function that divides a model among the processes, or puts its weights into CPU memory;
-    None where none shares its weights."""
+    """Return a function that shards a model over the processes, or offloads its weights to CPU
+    memory; None if the run does neither."""
     if ranks is None or not ranks.divides:
         return None
     dtype = getattr(torch, config.model.dtype)
@@ -105,10 +106,9 @@ def build_run_model(
     is_empty: bool = False, divide: Callable[[Any], None] | None = None,
     device: torch.device | None = None,
 ) -> Any:  # fmt: skip
-    """The model that a run begins with, on the CPU; of a stage's process what lies in `layers`, and
-    before the first or behind the last of them. `unpacked`: in floats what is in 4 bits.
-    `is_empty`: on meta. `divide`: see `division`; what can be read so is divided already, and lies
-    on `device`."""
+    """Return the initial model of a run, on the CPU or, if its shards can be read separately,
+    already sharded by `divide` (see `division`) on `device`. `layers`: the layers of this process's
+    pipeline stage; None: all. `unpacked`: dequantize 4-bit weights. `is_empty`: on meta."""
     settings = config.model
     if settings.kernels in _COMPARED:
         divide = None
@@ -132,14 +132,14 @@ def build_run_model(
 
 
 _COMPARED = ("liger", "hub")
-"""Kernels that are put into a whole model, to be compared with it."""
+"""Kernels that are compared with the original modules, which needs the whole model."""
 
 
 def placed(
     config: RunConfig, model: Any, device: torch.device, divide: Callable[[Any], None] | None
 ) -> Any:
-    """Return the model on the device, `with_kernels`, and divided if it is to be: group by group,
-    so that no more than one is whole there."""
+    """Return the model on the device, `with_kernels` and, if `divide` is given, sharded: group by
+    group, so that only one group is whole on the device, unless kernels are compared."""
     is_compared = config.model.kernels in _COMPARED
     if divide is None or is_compared:
         model = with_kernels(config, model.to(device), device)
@@ -151,8 +151,8 @@ def placed(
 
 
 def with_kernels(config: RunConfig, model: Any, device: torch.device) -> Any:
-    """The model that computes on a device, with the kernels and the compiled layers that the run
-    names."""
+    """Return the model with the run's `model.kernels` and, with `model.compile`, compiled layers.
+    `device`: the compute device."""
     settings = config.model
     if settings.kernels == "none":
         keep_written(model, device)
@@ -167,8 +167,8 @@ def with_kernels(config: RunConfig, model: Any, device: torch.device) -> Any:
 
 
 def _dated(settings: DataConfig, tokenizer: Any, day: str | None = None) -> DataConfig:
-    """The settings of data with the day that the tokenizer's chat template writes, if it does:
-    what the settings give, `day`, or today."""
+    """Return the settings with the date that the tokenizer's chat template prints, if it does: the
+    date in the settings, else `day`, else today."""
     if DATE not in str(tokenizer.chat_template):
         return settings
     kwargs = {DATE: day or str(date.today()), **settings.chat_template_kwargs}
@@ -212,8 +212,8 @@ def load_splits(
 
 
 def shared_blocks(config: RunConfig, processes: Processes) -> Callable[[], SharedBlocks] | None:
-    """Return a function that opens the blocks of a stream, which one process of this machine
-    reads for the others; None where each reads for itself. A collective."""
+    """Return a function that opens the blocks of a stream, which one process reads for all of its
+    machine; None if each process reads for itself. A collective."""
     if not config.data.streaming or processes.num_processes == 1:
         return None
     reader, name = processes.from_first_of_machine((os.getpid(), uuid4().hex))
@@ -226,26 +226,26 @@ def shared_blocks(config: RunConfig, processes: Processes) -> Callable[[], Share
 def batches_of(
     settings: TrainConfig, train: DataSet | StreamSet, state: LoaderState
 ) -> Iterator[TrainBatch]:
-    """The global batches of a run from a state on, endless."""
+    """Return an endless iterator over the global batches of a run, starting at `state`."""
     if isinstance(train, StreamSet):
         return train.batches(step_size(settings), state)
     return iterate_batches(train, train.units, epochs_of(settings, train), state=state)
 
 
 def batches_in_words(settings: TrainConfig, train: DataSet | StreamSet) -> str:
-    """The sizes of a run's global batches. Raises ConfigError if there is not one."""
+    """Describe the sizes of a run's global batches. Raises ConfigError if there is no batch."""
     if isinstance(train, StreamSet):
         return train.describe_batches(step_size(settings))
     return describe_batches(epochs_of(settings, train), train.noun)
 
 
 def epochs_of(settings: TrainConfig, train: DataSet) -> Epochs:
-    """The global batches of a run's epochs."""
+    """Return the global batches of a run's epochs."""
     return Epochs(train.mixture, step_size(settings), settings.seed, train.unit_lens)
 
 
 def steps_of(settings: TrainConfig, train: DataSet | StreamSet) -> int:
-    """The number of steps of a run, by steps or by epochs."""
+    """Return the number of steps of a run, from `train.steps` or `train.epochs`."""
     if settings.steps is not None:
         return settings.steps
     assert settings.epochs is not None and isinstance(train, DataSet)  # the schema holds it
@@ -253,8 +253,8 @@ def steps_of(settings: TrainConfig, train: DataSet | StreamSet) -> int:
 
 
 def check_steps(num_steps: int, checkpoint: Checkpoint, config: RunConfig) -> None:
-    """Raises CheckpointError for fewer steps than a checkpoint has; tells that the learning rate
-    follows another number of them than before."""
+    """Raise CheckpointError if the checkpoint is of a step after `num_steps`. Print a change of
+    `train.steps` or `train.epochs`, which changes the learning rate schedule."""
     if num_steps < checkpoint.state["step"]:
         raise checkpoint.refusal(
             f"{num_steps} steps for a run that has taken {checkpoint.state['step']}",
@@ -281,7 +281,7 @@ def announce(
     num_steps: int,
     cost: CostModel | None,
 ) -> None:
-    """Print what is going to be trained, and how. `cost`: see `RunModel`."""
+    """Print the model, the options and the layout of the run. `cost`: see `RunModel`."""
     trained, total = size.num_trained, size.num_parameters
     where = str(device)
     if (count := decision.layout.num_devices) > 1:

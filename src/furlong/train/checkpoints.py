@@ -92,7 +92,7 @@ def tell_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
 
 
 def check_data(checkpoint: Checkpoint, fingerprint: dict[str, str]) -> None:
-    """Raise CheckpointError unless the training sequences are those of the checkpoint."""
+    """Raise CheckpointError if the training sequences have changed since the checkpoint."""
     found = differing(checkpoint.state["data_fingerprint"], fingerprint)
     if SEQUENCES in found:  # else only the files' paths may have changed
         # Name the cause (files, tokenizer) if it is known.
@@ -272,7 +272,7 @@ class Checkpoints:
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], best_step: int = 0
     ) -> None:
         """Write `folder/step-XXXXXXXX`, or start to in the background. It replaces checkpoints of
-        this and later steps, from which the run has gone back; old ones go as in `remove_old`.
+        this and later steps, left if the run has gone back; see `remove_old` for older ones.
 
         Args:
             step: The number of finished steps.
@@ -407,8 +407,8 @@ def _write_tensors(
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as safetensors requires: contiguous and without shared memory, such as that of
-    the quantization tables that bitsandbytes shares among 8-bit states."""
+    """Return tensors as safetensors requires: contiguous and without shared memory, such as the
+    quantization tables that bitsandbytes shares among 8-bit states."""
     found, seen = {}, set[int]()
     for name, tensor in tensors.items():
         own = tensor.contiguous()
@@ -469,7 +469,7 @@ def one_process() -> Iterator[None]:
         yield
 
 
-# The whole model, of which each process holds a part.
+# The whole model, gathered from all processes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,7 +547,7 @@ def whole_weights(
 def stored_weights(
     checkpoint: Path, names: Collection[str], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Read those of the named weights that a checkpoint has, in `dtype` (None: as stored)."""
+    """Read the weights in `names` that a checkpoint has, in `dtype` (None: as stored)."""
     kinds = {name.removeprefix(_MODEL): of for name, of in stored_tensors(checkpoint).items()}
     read = {name: torch.empty(kinds[name][0], dtype=dtype or kinds[name][1])
             for name in names if name in kinds}  # fmt: skip

@@ -117,13 +117,13 @@ class Fitting:
         """Return the result of `call(options)`, retried with smaller chunks until it fits.
 
         Args:
-            name: What messages call it.
-            num_tokens: Tokens of its batch.
+            name: Name of the call in messages.
+            num_tokens: Number of tokens of the batch.
             undo: Reverts a failed call; random generators are restored, too.
 
         Raises:
-            ConfigError: After two failures with the smallest chunks; of several processes on the
-                one that runs out of memory, at once.
+            ConfigError: After two failures with the smallest chunks. With several processes, after
+                the first failure, on the process that ran out of memory.
         """
         if self._processes.num_processes > 1:
             try:
@@ -176,7 +176,7 @@ class Fitting:
 
 
 def _smaller(old: ChunkOptions, num_tokens: int) -> tuple[ChunkOptions, str]:
-    """Return options that need less memory for a batch of `num_tokens`, and what they change."""
+    """Return options that need less memory for a batch of `num_tokens`, and the change in words."""
     size = old.size // 2
     while size >= num_tokens and size > SMALLEST_TOKENS:  # would still be a single chunk
         size //= 2

@@ -28,19 +28,19 @@ from furlong.units import format_bytes, format_count, format_seconds
 
 Say = Callable[[str], None]
 Track = Callable[[int, Mapping[str, float]], None]
-"""Takes the figures of a step or an evaluation."""
+"""A tracker's function of a step and its figures by name."""
 _TOLD_SHARE = 0.05
-"""Share of a step's time from which recomputation and the wait for data are told."""
+"""Smallest share at which a step's line shows recomputation or waiting for data."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of one optimizer step that was taken."""
+    """Figures of one optimizer step."""
 
     loss: float | None
-    """Mean over the labels, or the pairs, of the global batch, before the update. A sampled step
-    estimates it from the drawn chunks, unless it reports the loss of all; None where these have no
-    label."""
+    """Mean loss over the labels, or the pairs, of the global batch, before the update. With
+    `chunks.sample` and without its `report_loss` it is estimated from the sampled chunks; None if
+    they have no label."""
     grad_norm: float
     """Before clipping."""
     lr: float
@@ -50,44 +50,44 @@ class StepFigures:
     longest_tokens: int
     tokens_per_s: float
     peak_memory_bytes: int
-    """Most bytes in use during the step: on CUDA those of the allocator, on a CPU the resident set
-    of the whole process."""
+    """Peak bytes during the step: of the CUDA allocator, or of the process's resident set on a
+    CPU."""
     used_memory_bytes: int
-    """Most bytes at a time of weights, gradients, optimizer and all that the plan needed: what is
-    predicted and budgeted, see `UsedMemory`."""
+    """Peak bytes of weights, gradients, optimizer and the plan's tensors, which predictions and
+    budgets count; see `UsedMemory`."""
     gradients_s: float
     """Seconds of the plan's actions, without the update."""
     chunk_size: int
-    """Most tokens in a chunk: less than before if the step did not fit."""
+    """Most tokens in a chunk; fewer than in the step before if this one ran out of memory."""
     forward_s: float
     recompute_s: float
     backward_s: float
     data_s: float
-    """Seconds until the batch was there."""
+    """Seconds of waiting for the batch."""
     step_s: float
-    """The whole step, data included."""
+    """Seconds of the whole step, data included."""
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1; None where the device's peak is not known, and of a sampled
-    step, which leaves work out."""
+    """Model FLOPs utilisation, 0 to 1; None if it is unknown (see `build_meter`), and for a sampled
+    step, which skips work."""
     cpu_bytes: int | None = None
-    """Most bytes at a time in CPU memory; None where nothing was there."""
+    """Peak bytes of offloaded tensors in CPU memory; None if there were none."""
     disk_bytes: int | None = None
     plan_s: float | None = None
-    """Seconds in which the first process waited for the step's plan; None where it plans as it
-    goes, alone."""
+    """Seconds that this process waited for the step's plan; None if it plans without ranks (see
+    `BatchEngine`)."""
     plan_method: str | None = None
-    """Names of the plan's planners (`planners.search`), those of all replicas; None for one
-    process."""
+    """Names of all replicas' planners (see `planners.search`); None without ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other figures of the loss, by name: of pairs, means over those of the global batch."""
+    """Other metrics of the loss by name, such as means over the global batch's pairs."""
     drawn_share: float | None = None
-    """Share of the step's chunks that were drawn, whole sequences among them; None: all, for the
+    """Share of the step's chunks that were sampled, chunks of whole sequences included; None if the
     gradient is exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class MfuMeter:
-    """Model FLOPs utilisation by `cost.seconds.step_flops`, of causal pairs only."""
+    """Model FLOPs utilisation by `cost.seconds.step_flops`, with attention under the causal mask
+    only."""
 
     shape: ModelShape
     peak_flops_per_s: float
@@ -95,7 +95,7 @@ class MfuMeter:
     num_devices: int = 1
 
     def mfu(self, seq_lens: Iterable[int], seconds: float) -> float:
-        """Share of the peak, 0 to 1, of a step over these sequences."""
+        """Return the share of the peak, 0 to 1, that a step over these sequences reached."""
         flops = step_flops(self.shape, seq_lens, has_frozen_base=self.has_frozen_base)
         return flops / (seconds * self.peak_flops_per_s * self.num_devices)
 
@@ -108,9 +108,9 @@ def build_meter(
     has_frozen_base: bool,
     num_devices: int = 1,
 ) -> MfuMeter | None:
-    """A meter of a model on a device; None where the peak or the model's work is not known.
+    """Return a meter of a model on a device; None if the peak or the model's work is unknown.
 
-    The peaks that are known are those of bfloat16 on the devices of `cost.machine`.
+    Peaks are known for bfloat16 on the GPUs of `cost.machine`.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     card = known_card(name)
@@ -120,7 +120,8 @@ def build_meter(
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`, line by line, so that a killed run keeps what it wrote."""
+    """Writes figures to `metrics.jsonl` line by line, so that a killed run keeps them; also prints
+    and tracks them."""
 
     def __init__(
         self,
@@ -133,9 +134,9 @@ class MetricsLog:
         trackers: Sequence[Track] = (),
         advance: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`file`: None keeps no records. `keep_bytes`: how much of it belongs to what is continued,
-        in which `done` steps were taken; None: all of it. `advance` is told every step that has
-        been taken.
+        """`file`: metrics.jsonl, or None to write no records. `keep_bytes`: its length when the
+        resumed checkpoint, of step `done`, was written; None: keep all. `advance` is called with
+        each finished step.
         """
         self._file = None
         self._keep_bytes = keep_bytes or 0
@@ -159,11 +160,11 @@ class MetricsLog:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the file as far as it has been written."""
+        """Number of bytes of the file so far."""
         return self._keep_bytes if self._file is None else self._file.tell()
 
     def say(self, line: str) -> None:
-        """Prints a line, above the progress bar where there is one."""
+        """Print a line, above the progress bar if there is one."""
         self._say(line)
 
     def step(self, step: int, figures: StepFigures) -> None:
@@ -199,7 +200,7 @@ class MetricsLog:
         ).rstrip()
 
     def predicted(self, step: int, figures: StepFigures, prediction: Prediction) -> None:
-        """Report the first step beside its prediction, in the same terms."""
+        """Report measured and predicted times and memory of the first step."""
         self._write({"step": step} | {f"predicted_{k}": v for k, v in prediction._asdict().items()})
         told, expected = format_seconds(figures.gradients_s), format_seconds(prediction.step_s)
         parts = [f"gradients in {told} (predicted {expected})"]
@@ -214,7 +215,8 @@ class MetricsLog:
         self._say(f"first step: {', '.join(parts)}")
 
     def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], seconds: float) -> None:
-        """`evaluations` by name; the records' keys are `eval_...`, `eval_training_...`."""
+        """Report evaluations by name. In records, keys start with `eval_` for held-out data, and
+        with `eval_training_` for training sequences."""
         record: dict[str, object] = {"step": step, "eval_s": seconds}
         for name, evaluation in evaluations.items():
             key, by_position = (
@@ -235,7 +237,7 @@ class MetricsLog:
         self._write(record)
 
     def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
-        """Prompts, and what the model has written after each."""
+        """Report pairs of a prompt and the text generated after it."""
         self._write({"step": step, "samples": [list(pair) for pair in texts]})
         for prompt, text in texts:
             self._say(f"sample after step {step}: {prompt!r:.80} -> {text!r:.400}")
@@ -248,7 +250,7 @@ class MetricsLog:
         for track in [*self._trackers]:
             try:
                 track(step, values)
-            except Exception as error:  # of the connection, say: no reason to end a run
+            except Exception as error:  # such as a lost connection: no reason to end a run
                 self._trackers.remove(track)
                 self._say(f"warning: a tracker takes no more figures, metrics.jsonl does: {error}")
 
@@ -258,11 +260,11 @@ class MetricsLog:
 
 
 class Callback:
-    """Looks on, on every process; each method is called when its name says. `trainer` is the
-    `furlong.Trainer`, which imports this."""
+    """Base class of callbacks: a trainer calls the method of each event, on every process.
+    `trainer`: the `furlong.Trainer`, typed as Any since its module imports this one."""
 
     def on_step_end(self, trainer: Any, figures: StepFigures) -> None:
-        """Gradients are still those of the step, clipped; the weights are updated."""
+        """Called after the update; `.grad` still has the step's clipped gradients."""
 
     def on_evaluate(self, trainer: Any, evaluations: Mapping[str, Evaluation]) -> None: ...
 
@@ -287,8 +289,9 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 class Records(Callback):
-    """Reports each step as measured, the first one also as predicted, and writes the timeline of
-    the newest step that is shown. `profiled`: called after each step."""
+    """Callback that reports each step, with a prediction for the first one. It writes the timelines
+    of the first step, steps with a checkpoint and the last step, each in place of the one before.
+    `profiled`: called after each step."""
 
     def __init__(self, profiled: Callable[[], None]) -> None:
         self._profiled = profiled
@@ -315,8 +318,8 @@ class Records(Callback):
 
 
 def _continue(file: Path, keep_bytes: int, done: int) -> str:
-    """Cut a file of records to readable ones of steps up to `done`, in its first `keep_bytes`.
-    Return a warning if steps are missing."""
+    """Remove unreadable records, those after the first `keep_bytes`, and those of steps after
+    `done`. Return a warning if steps are missing, else ""."""
     found = file.read_bytes() if file.exists() else b""
     kept, steps = [], set[int]()
     for line in found[:keep_bytes].split(b"\n")[:-1]:
@@ -344,8 +347,8 @@ def _continue(file: Path, keep_bytes: int, done: int) -> str:
 
 
 def _metrics_words(metrics: Mapping[str, float]) -> str:
-    """The other figures of a loss in a line; of pairs how far apart they are, and how many the
-    right way round."""
+    """Return metrics of a loss as a part of a line; of preference pairs only the reward margin and
+    accuracy."""
     if "rewards/margins" in metrics:
         margin, accuracy = metrics["rewards/margins"], metrics["rewards/accuracies"]
         return f"  margin {margin:.4f}  accuracy {accuracy:.0%}"
@@ -353,7 +356,7 @@ def _metrics_words(metrics: Mapping[str, float]) -> str:
 
 
 def format_position(position: int) -> str:
-    """`512`, `4K`, `128K`, `1M`: powers of two as people name context lengths."""
+    """Return a position as context lengths are written: `512`, `4K`, `128K`, `1M`."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
         if position >= size and position % size == 0:
             return f"{position // size}{unit}"
@@ -361,10 +364,8 @@ def format_position(position: int) -> str:
 
 
 def open_bar(stack: ExitStack, start: int, num_steps: int) -> tuple[Say, Callable[[int], None]]:
-    """A progress bar below the printed lines, until `stack` ends: how to print, how to advance.
-
-    Without a terminal there is no bar and lines are printed as they are.
-    """
+    """Open a progress bar below the printed lines until `stack` closes. Return functions that print
+    a line, and that advance the bar to a step. Without a terminal there is no bar."""
     if not sys.stdout.isatty():
         return (lambda line: print(line, flush=True)), (lambda step: None)
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -376,8 +377,8 @@ def open_bar(stack: ExitStack, start: int, num_steps: int) -> tuple[Say, Callabl
 def open_profiler(
     stack: ExitStack, steps: tuple[int, int] | None, done: int, file: Path
 ) -> Callable[[], None]:
-    """Profile the steps from the first to the second number, both included, of a run that has
-    `done` some, and write a trace into `file`; what is returned is to be called after each step."""
+    """Profile `steps` (first, last; both included) of a run that has taken `done` steps, and write
+    a trace to `file`. Return a function to call after each step."""
     if steps is None or done >= steps[1]:
         return lambda: None
     from torch.profiler import profile, schedule
@@ -388,7 +389,7 @@ def open_profiler(
 
     first = max(steps[0], done + 1)
     before = first - 1 - done
-    warmup = min(before, 1)  # the profiler's own start is then in no step that it shows
+    warmup = min(before, 1)  # so that the profiler starts before the first step that it shows
     active = steps[1] + 1 - first
     plan = schedule(wait=before - warmup, warmup=warmup, active=active, repeat=1)
     profiler = stack.enter_context(profile(schedule=plan, on_trace_ready=write))
@@ -398,8 +399,9 @@ def open_profiler(
 def open_trackers(
     stack: ExitStack, folder: Path, settings: LogConfig, config: dict[str, Any], start_step: int
 ) -> list[Track]:
-    """The trackers that are asked for, until `stack` ends, each of which goes on with its own run.
-    `start_step`: the step that is continued from. Raises ConfigError for one that refuses."""
+    """Return the trackers of `settings`, open until `stack` closes. Each resumes the tracker run
+    that it began for this folder. `start_step`: steps taken so far. Raises ConfigError if a tracker
+    fails to start."""
     file = folder / "trackers.json"
     runs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     tracks = []
@@ -428,7 +430,7 @@ def open_trackers(
 def _close(name: str, close: Callable[[], None]) -> None:
     try:
         close()
-    except Exception as error:  # the run has ended, and how is not the tracker's to say
+    except Exception as error:  # must not make a finished run fail
         print(f"warning: {name} may lack the last figures, metrics.jsonl has them: {error}")
 
 
@@ -436,8 +438,8 @@ def _open_tracker(
     name: str, settings: LogConfig, folder: Path, config: dict[str, Any], start_step: int,
     *, known: str | None,
 ) -> tuple[Track, Callable[[], None], str | None]:  # fmt: skip
-    """How a tracker takes figures, how it is closed, and its own name of the run: `known`, where it
-    goes on with one."""
+    """Open a tracker. Return functions that track figures and close it, and the tracker's id of the
+    run. `known`: the id of a run to resume."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -454,7 +456,7 @@ def _open_tracker(
         mlflow.set_experiment(settings.mlflow)
         known_id = mlflow.start_run(run_id=known, run_name=settings.name).info.run_id
         keys = [] if known else [*differing(config, {}).items()]
-        for start in range(0, len(keys), 100):  # its most in one call
+        for start in range(0, len(keys), 100):  # mlflow's limit per call
             mlflow.log_params({key: own for key, (own, _) in keys[start : start + 100]})
         return (lambda step, x: mlflow.log_metrics(dict(x), step=step)), mlflow.end_run, known_id
     common: dict[str, Any] = {

@@ -128,7 +128,8 @@ class AnswerLoss(Objective):
     needs_reference = True
 
     def shared(self, batch: TrainBatch, beside: Sequence[AnswerLogProb]) -> float:
-        """Return a number of the whole batch for each `term`. `beside`: answers not trained on."""
+        """Return a number that the `term` of each unit needs from the whole batch. `beside`: the
+        batch's answers that are not trained on."""
         raise NotImplementedError
 
     def term(self, answers: Sequence[AnswerLogProb], shared: float) -> Tensor:
@@ -356,7 +357,7 @@ class KTOLoss(AnswerLoss):
         return self.undesirable_weight * sigmoid(reward)
 
     def figures(self, answers: Sequence[AnswerLogProb], shared: float) -> dict[str, float]:
-        """Return the metrics of an answer, under the names of its kind."""
+        """Return the metrics of an answer, named `chosen` if it is desirable, else `rejected`."""
         (answer,) = answers
         log_prob = float(answer.log_prob.detach())
         kind = "chosen" if answer.desirable else "rejected"
@@ -415,7 +416,7 @@ def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _answer(sequence: Tokens, log_prob: Tensor) -> AnswerLogProb:
-    """Return an answer's summed log-probability, with that of the reference model."""
+    """Return an answer's log-probabilities: the model's `log_prob` and the reference model's."""
     from furlong.data.tokenize import IGNORE_INDEX
 
     assert sequence.reference is not None  # attached before the first step
@@ -427,8 +428,8 @@ def _answer(sequence: Tokens, log_prob: Tensor) -> AnswerLogProb:
 def diverged(
     batch: TrainBatch, step: int, figures: str, most: float | None, kept: str
 ) -> DivergenceError:
-    """Return the error of a step whose loss is above `most` or, with None, is not finite. `kept`:
-    what is left of the run, in words."""
+    """Return the error of a step whose loss is above `most` or, if `most` is None, whose loss or
+    gradient norm is not finite. `kept`: a message about the newest checkpoint."""
     names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     required, mend = "finite figures", ""

@@ -270,9 +270,8 @@ def warmup_steps_of(settings: TrainConfig, num_steps: int) -> int:
 def build_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainConfig, num_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return transformers' `get_scheduler` for `num_steps` + 1 steps, at least one of them
-    warm-up, shifted by one: no step has the rate 0 of its first step, or that (0 or `min_lr`) of
-    its last."""
+    """Return transformers' schedule for `num_steps` + 1 steps, at least one of them warm-up,
+    shifted by one step: its first rate (0) and its last rate (0 or `min_lr`) are never used."""
     import_safely()  # it loads peft, which does not
     from transformers import get_scheduler
 
@@ -297,7 +296,7 @@ def build_schedule(
 
 
 def set_rate(schedule: torch.optim.lr_scheduler.LambdaLR, step: int = 0) -> None:
-    """Set a schedule to its state after `step` steps, on which its rates depend only."""
+    """Set a schedule, and the rates of its optimizer, to those after `step` steps."""
     schedule.last_epoch = step
     rates = [
         base * factor(step)

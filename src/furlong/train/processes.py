@@ -85,7 +85,7 @@ def command_like(launch: Launch, arguments: str) -> str:
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """Read the launch from torchrun's environment variables; without them a single process.
 
-    Raises ConfigError for missing variables, and for processes of another launcher, each of which
+    Raises ConfigError for missing variables, and for several processes of another launcher, as each
     would train by itself.
     """
     size = environment.get("WORLD_SIZE")
@@ -149,7 +149,7 @@ def layout_of(parallel: ParallelConfig, num_processes: int) -> Layout:
 
 
 class Processes:
-    """Agreement of the processes of a run, or of a single one with itself. All must call the same
+    """Collectives of the processes of a run; also for a single process. All must call the same
     methods in the same order."""
 
     def __init__(self, launch: Launch, group: ProcessGroup | None = None) -> None:
@@ -192,7 +192,7 @@ class Processes:
 
     def together(self, work: Callable[[], _T]) -> _T:
         """Return the result of `work` on this process. If it raises a UserError on any process, all
-        raise that of the lowest rank."""
+        raise the error of the lowest rank."""
         return self._agreed(work, shares=False)[0]
 
     def from_first(self, work: Callable[[], _T]) -> _T:
@@ -201,7 +201,8 @@ class Processes:
         return self._agreed(own, shares=True)[1][0]  # type: ignore[no-any-return]
 
     def _agreed(self, work: Callable[[], _T], *, shares: bool) -> tuple[_T, list[_T]]:
-        """Return the result of `work` on this process and, if it `shares` them, those of all."""
+        """Return the result of `work` on this process, and a list of all processes' results (of
+        None unless `shares`). Errors: see `together`."""
         failure: UserError | ElsewhereError | None = None
         result: Any = None
         try:
@@ -348,7 +349,7 @@ def _leave(processes: Processes) -> None:
 
 
 def _end_alone(error: BaseException, launch: Launch) -> NoReturn:
-    """End this process: report its error to the others, or print why it has lost them."""
+    """End this process: report its error to the others or, if it lost one of them, print why."""
     from furlong.runtime.distributed.failures import is_lost, tell, who_left
 
     here, code = f"process {launch.number}", 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Evaluations on held-out data so far, without the one before the first step."""
+    """Newest and best evaluations on held-out data, without the one before the first step."""
 
     step: int = 0
     """Step of the newest evaluation."""
@@ -148,10 +148,12 @@ class Cadence:
 def progress_of(
     values: Mapping[str, Any], own: Mapping[str, Any], num_batches: Callable[[int], int]
 ) -> Progress:
-    """Return the progress of a state. Raises CheckpointError unless `values` has the keys of a
-    trainer's `own` state, also within the progress, tensors of the same names, shapes and dtypes,
-    and a place in the data: one of the `num_batches` of an epoch, or one in each source of a
-    stream."""
+    """Return the progress in `values`, a trainer's state dict.
+
+    Raises CheckpointError unless `values` has the keys, tensor shapes and dtypes of the trainer's
+    `own` state dict, and a valid position in the data: a batch below `num_batches(epoch)`, and for
+    a stream a position in each source or, before its first batch, in none.
+    """
 
     def keys(of: Any) -> Any:
         return {name: keys(x) for name, x in of.items()} if isinstance(of, Mapping) else True

@@ -1,8 +1,8 @@
 """The reference of a run: log-probabilities by its initial model, computed once.
 
-With new adapters that is the model without them. Answers are computed without gradients, packed by
-length, in groups that depend on the data only, so that a pass resumed after a kill gives the same
-bits.
+With new adapters, the reference is the model without them. Answers are computed without gradients,
+packed by length, in groups that depend on the data only, so that a pass resumed after a kill gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
 
 
 def has_learnt(model: Any) -> bool:
-    """Whether the initial adapters are not zero, as those of `lora.adapter`."""
+    """Whether the initial adapters are not zero, such as adapters loaded by `lora.adapter`."""
     weights = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name]
     wholes = (w.full_tensor() if isinstance(w, DTensor) else w for w in weights)
     return any(bool(whole.any()) for whole in wholes)

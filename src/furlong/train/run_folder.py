@@ -65,8 +65,8 @@ class TrainReport:
     num_steps: int
     num_tokens: int
     train_loss: float | None
-    """Mean loss of the last step's global batch; None if no step has one (sampled chunks without
-    a label)."""
+    """Mean loss of the global batch in the last step that has a loss (see `StepFigures.loss`); None
+    if none has."""
     eval_loss_before: float | None
     eval_loss_after: float | None
     """Held-out loss of the exported weights."""
@@ -76,7 +76,7 @@ class TrainReport:
     run_folder: str
     export_folder: str
     exported_step: int
-    """The step of the exported weights; with train.keep_best that of the lowest loss."""
+    """The step of the exported weights; with train.keep_best, that with the lowest loss."""
     export_files: dict[str, int]
     """Bytes of each file of the exported model, by name."""
 
@@ -90,7 +90,7 @@ class Checkpoint:
     """The contents of state.json."""
 
     def refusal(self, given: str, required: str, change: str, *, also: str = "") -> CheckpointError:
-        """Return an error about something that does not fit it; `also`: a further source."""
+        """Return an error about a mismatch with this checkpoint; `also`: a further source."""
         source = f"{also}{self.path}"
         return CheckpointError(given=given, required=required, source=source, change=change)
 
@@ -113,7 +113,7 @@ class RunFolder:
 def open_run_folder(
     stack: ExitStack, config: RunConfig, *, resume: bool, num_processes: int = 1
 ) -> RunFolder:
-    """Open the run folder `config.out`; that of a run to resume is locked until `stack` closes.
+    """Open the run folder `config.out`; if a run is resumed, lock it until `stack` closes.
 
     A new run needs an empty folder. With `resume` the run resumes from its newest intact
     checkpoint, or starts again without one. Nothing is created. Raises ConfigError or
@@ -237,7 +237,7 @@ def _check_same(saved: RunConfig, config: RunConfig, source: Path, *, may_move: 
 
 
 def _comparable(config: RunConfig, may_move: bool) -> dict[str, Any]:
-    """Return a config's values with resolved paths, without those of data if they may differ."""
+    """Return a config's values with resolved paths, without data paths if these may differ."""
     values = config.model_dump(mode="json")
     values["model"]["name"] = _place(config.model.name)
     values["data"]["train"] = [
@@ -333,7 +333,7 @@ def lock_folder(stack: ExitStack, path: Path) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether the folder holds a run, or is locked by one that begins."""
+    """Whether the folder holds a run, or the lock of a run that is starting."""
     return holds_run(path) or (path / _LOCK).exists()
 
 
@@ -513,7 +513,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def remove_old(folder: Path, num_kept: int, best_step: int = 0) -> None:
-    """Remove all checkpoints but the newest `num_kept` and that of `best_step`."""
+    """Remove all checkpoints except the newest `num_kept` and the one of `best_step`."""
     old = list_checkpoints(folder)[:-num_kept]
     _remove(one for one in old if step_of(one) != best_step)
 

@@ -1,4 +1,4 @@
-"""The model of a run and the machine under it, read once, and the plan that is chosen for both."""
+"""The model config and machine of a run, and the choice of its options and layout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from furlong.train.run_folder import Checkpoint
 
 OPTION_NAMES = (*SEARCHED_OPTIONS, "stage_layers")
 _NO_BOUND_BYTES = 2**62
-# Where a config comes from, and how a program is to run it.
+# Keys about a config's origin, and about how transformers runs the model.
 _VOLATILE = (
     "transformers_version", "_name_or_path", "_commit_hash", "architectures", "auto_map", "dtype",
     "torch_dtype", "attn_implementation", "_attn_implementation", "use_cache",
@@ -66,22 +66,23 @@ _VOLATILE = (
 
 @dataclass(frozen=True)
 class RunModel:
-    """The model's config and what it costs on this process's device."""
+    """The model's config, and its cost model for this process's device."""
 
     name: str
     config: Any
-    """That of transformers, with the run's `model.config` and `model.rope`."""
+    """transformers' config, with the run's `model.config` and `model.rope` applied."""
     launch: Launch
     device: torch.device
     machine: Machine
     cost: CostModel | None
-    """Figures of one process; None where the model's work cannot be counted."""
+    """Cost model of one process; None if the model's work cannot be counted."""
     uncounted: str = ""
-    """The reason for that."""
+    """Why the model's work cannot be counted; "" if it can."""
 
     @classmethod
     def read(cls, config: RunConfig, device: torch.device, launch: Launch) -> RunModel:
-        """Raises UserError for a config that cannot be read, and for a damaged calibration."""
+        """Read the model's config and the machine's calibration. Raises UserError if the config
+        cannot be read or the calibration is damaged."""
         whole = read_model_config(config)
         machine = one_of(machine_of(device), launch.num_local)
         known = (config.model.name, whole, launch, device, machine)
@@ -99,14 +100,14 @@ class RunModel:
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """The keys of the config that say what is computed, as JSON holds them."""
+        """The config's keys that affect what the model computes, as JSON values."""
         return _architecture_of(self.config)
 
     def even_stages(self, layout: Layout) -> tuple[int, ...]:
-        """Layers of each stage, equally many, where the model's work cannot be counted; empty
-        without a pipeline.
+        """Return the layers of each pipeline stage, as equal as possible, for a model whose work
+        cannot be counted; () without a pipeline.
 
-        Raises ConfigError for fewer layers than stages.
+        Raises ConfigError if there are fewer layers than stages.
         """
         if layout.pp == 1:
             return ()
@@ -121,32 +122,32 @@ class RunModel:
         return even_heights(num_layers, layout.pp)
 
     def budget(self, config: RunConfig) -> tuple[int, str]:
-        """Bytes of the device that plans may use, and the words for them; asked before the model
-        takes memory."""
+        """Return the bytes of device memory that plans may use, and a description of them. Call it
+        before the model is on the device."""
         on_card = self.device.type == "cuda"
         free_bytes = torch.cuda.mem_get_info(self.device)[0] if on_card else None
         return self.machine.budget(config.memory.device, self.launch.num_local, free_bytes)
 
 
 def rope_of(config: RunConfig) -> dict[str, Any] | None:
-    """The change of the position embedding, as plain values."""
+    """Return `model.rope` as JSON values; None if it is not set."""
     return None if config.model.rope is None else config.model.rope.model_dump(mode="json")
 
 
 def has_other_base(config: RunConfig) -> bool:
-    """Whether the run's config lets the weights of its model compute something else. Dropout is off
-    wherever the exported model is used."""
+    """Whether `model.rope` or `model.config` changes what the weights compute. Dropout does not
+    count: it is off when an exported model is used."""
     return rope_of(config) is not None or any("drop" not in key for key in config.model.config)
 
 
 def read_architecture(config: RunConfig) -> dict[str, Any]:
-    """The architecture of the run's model, by its files as they are now."""
+    """Return the architecture of the run's model, from its current files."""
     return _architecture_of(read_model_config(config))
 
 
 def check_architecture(checkpoint: Checkpoint, present: Mapping[str, Any]) -> None:
-    """Raises CheckpointError unless `present`, the architecture of the run's model today, is the
-    one that the checkpoint's weights were trained with."""
+    """Raise CheckpointError unless `present`, the current architecture of the run's model, equals
+    that of the checkpoint."""
     if found := differing(present, checkpoint.state["architecture"]):
         name = checkpoint.state["config"]["model"]["name"]
         raise checkpoint.refusal(
@@ -162,10 +163,10 @@ def longest_of(
     config: RunConfig, model: RunModel, data: Mapping[str, DataSet | StreamSet],
     checkpoint: Checkpoint | None,
 ) -> int:  # fmt: skip
-    """Return the tokens of the run's longest sequence, by which RoPE of type longrope chooses its
-    factors once for the run, and print the choice; data.max_seq_len for other models.
+    """Return the tokens of the run's longest sequence if the model's RoPE is of type longrope,
+    which chooses its factors by that length, and print the choice; else data.max_seq_len.
 
-    Raises CheckpointError where the run that goes on chose the other ones.
+    Raises CheckpointError if the resumed run has chosen other factors.
     """
     if not (lengths := switching_lengths(model.config)):
         return config.data.max_seq_len
@@ -206,26 +207,26 @@ def planned_config(
 
 
 def planned_shape(model: ModelConfig, config: Any, source: str, longest: int) -> ModelShape:
-    """The shape of a model that is planned. Raises UserError where furlong train refuses it at its
-    start, whatever its weights and the lengths of the data are."""
+    """Return the shape of a planned model. Raises UserError if `furlong train` would refuse it for
+    any weights and data."""
     check_packed(config, source, model.quantize, has_adapters=model.lora is not None)
     check_twin(check_decoder(config, source, model.quantize, max_seq_len=longest))
     return describe(config, source)
 
 
 def step_size(settings: TrainConfig) -> StepSize:
-    """The size of a run's global batches, in what is drawn or in tokens."""
+    """Return the size of a run's global batches, as a number of units or of tokens."""
     return StepSize(settings.sequences_per_step, settings.tokens_per_step)
 
 
 def choose_run_plan(
     config: RunConfig, model: RunModel, train: DataSet | StreamSet, storage: Storage
 ) -> Decision:
-    """The options of a run over `train`, and the layout of its processes; with the bytes that
-    planners of single batches may use, where there are any.
+    """Return the options and the layout of a run over `train`. With a pipeline or pools (layouts
+    with sp > 1), the decision also has the memory budget for planning single batches.
 
-    Raises ConfigError where a budget or an offload is given and no plan is predicted to fit, for
-    sizes that no layout has, and for a sample that would leave no chunk of the data out.
+    Raises ConfigError if a budget, offload or method is given and no plan is predicted to fit, if
+    no layout has the given sizes, and if `chunks.sample` would leave out no chunk of the data.
     """
     given, budget = _given(config, train, model), model.budget(config)
     if model.cost is None:
@@ -290,8 +291,8 @@ def _searched(
 def _uncounted(
     config: RunConfig, train: DataSet | StreamSet, given: dict[str, Any], model: RunModel
 ) -> Decision:
-    """The decision for a model whose work cannot be counted, by fixed rules. Raises ConfigError for
-    a method by name, which only a search finds plans of."""
+    """Decide by fixed rules, for a model whose work cannot be counted. Raises ConfigError if
+    `chunks.method` names a method: methods need a cost model."""
     if config.chunks.method != "auto":
         raise ConfigError(
             given=f"chunks.method = {config.chunks.method} and {model.uncounted}",
@@ -314,13 +315,14 @@ def _uncounted(
 
 
 def _are_all(given: Mapping[str, Any]) -> bool:
-    """Whether no option is left to choose."""
+    """Whether `given` has all options."""
     options = SEARCHED_OPTIONS if given.get("order") == "chunk-first" else OPTION_NAMES
     return all(name in given for name in options)
 
 
 def _given(config: RunConfig, train: DataSet | StreamSet, model: RunModel) -> dict[str, Any]:
-    """The options of the run file; a sample draws by the run's own seed."""
+    """Return the options of the run file, and those that a two-phase loss requires. Chunks are
+    sampled with the run's seed."""
     given = given_options(config)
     if objective_of(config.train).in_two_phases(model.launch.num_processes):
         return given | {"order": "chunk-first", "num_retained": 0}
@@ -338,8 +340,8 @@ def _given(config: RunConfig, train: DataSet | StreamSet, model: RunModel) -> di
 
 
 def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> BatchPlans | None:
-    """The planners of single batches, for a run with pools or a pipeline; None where there are
-    none, or where the model's work cannot be counted."""
+    """Return the planners of single batches for a run with pools or a pipeline; None for other runs
+    and for a model whose work cannot be counted."""
     if decision.budget_bytes is None or model.cost is None:
         return None
     layout = decision.layout
@@ -354,9 +356,9 @@ def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> Ba
 
 
 def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -> Storage:
-    """Budgets and folder of what a run offloads, for one of the `num_local` processes that share
-    the machine's RAM; null as the folder is the run's own. Raises ConfigError for
-    budgets and targets that a CPU does not have, and for a folder that cannot take a file."""
+    """Return budgets and folder of offloaded tensors, for one of the `num_local` processes of this
+    machine. The default folder is the run's. Raises ConfigError for budgets and targets that do not
+    exist on a CPU, and if no file can be created in the folder."""
     offload = config.offload
     cpu_bytes, disk_bytes = offload_budgets(
         offload, config.memory.cpu, config.memory.disk,
@@ -365,7 +367,7 @@ def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -
     named = config.memory.disk_dir
     folder = Path(config.out if named is None else named).expanduser()
     if disk_bytes and (kept_offload(offload) == "auto" or offloads_to(offload, "disk")):
-        # The run's folder appears later: until then the one that it will be in stands for it.
+        # The run's folder is created later: test its nearest existing parent.
         above = (folder, *folder.absolute().parents)
         existing = next(place for place in above if os.path.isdir(place))
         NamelessFile(existing if named is None else folder).close()
@@ -373,8 +375,8 @@ def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -
 
 
 def read_model_config(config: RunConfig) -> Any:
-    """The config of the run's model by transformers, with `model.config` and `model.rope` written
-    into it. Raises UserError."""
+    """Return the transformers config of the run's model, with `model.config` and `model.rope`
+    applied. Raises UserError."""
     model, limit = config.model, config.data.max_seq_len
     source = check_folder(model.name, model.revision)
     return read_config(

@@ -74,15 +74,15 @@ def _refused(number: int, **parts: str) -> ConfigError:
 
 
 def sample(trainer: Any) -> None:
-    """Record what the model of a `Trainer` writes after each prompt; in a pipeline, where no
-    process has all of it, nothing."""
+    """Generate a text after each prompt of a `Trainer`, and record it. In a pipeline nothing is
+    generated, since no process has the whole model."""
     progress, options = trainer.progress, trainer.fitting.options
     if trainer.decision.layout.pp > 1:
         if progress.step == 0:
             trainer.say("samples: left out, for no process of a pipeline has the whole model")
         return
-    # transformers reads on from a cache of keys and values; states are lost between chunks, or are
-    # in no such cache
+    # between prefill chunks transformers passes on a cache of keys and values, and may lose
+    # recurrent states
     is_recurrent = trainer.engine.engine.model.events is not None
     written = write_samples(
         trainer.model, trainer.tokenizer, trainer.prompts, trainer.config.log.sample_tokens,

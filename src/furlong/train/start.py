@@ -47,7 +47,7 @@ def open_run(
 
 
 def check_alone() -> None:
-    """Raise ConfigError in one of several processes, each of which would train by itself."""
+    """Raise ConfigError if this is one of several processes, as each would train by itself."""
     if (count := read_launch().num_processes) > 1:
         raise ConfigError(
             given=f"a Trainer without processes, in one of {count} that were started together",
@@ -78,8 +78,8 @@ def check_run(config: RunConfig, num_processes: int) -> None:
 
 
 def _whole_weights(config: RunConfig, num_processes: int) -> str:
-    """Return a change with which each process has whole weights of its stage, as the beginning of
-    a sentence; "" where weights in CPU memory rule pipelines out."""
+    """Return advice, as the start of a sentence, to set parallel.pp so that each process has whole
+    weights of its stage; "" if weights are offloaded, which excludes pipelines."""
     if offloads_weights(config.offload):
         return ""
     others = config.parallel.model_dump(exclude={"pp"})

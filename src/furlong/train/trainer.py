@@ -1,9 +1,9 @@
-"""A run of `furlong train`: built in the order in which things fail, trained, saved and exported.
+"""The trainer of a run: checks and builds its parts, trains, evaluates, saves and exports.
 
     with furlong.Trainer("run.yaml", callbacks=[Mine()]) as trainer:
         trainer.train()
 
-All processes of a run make one, and call the same methods.
+All processes of a run create a trainer, and call the same methods.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ class Trainer:
         processes: Processes = ALONE,
         run: RunFolder | None = None,
     ) -> None:
-        """`config`: a run, its keys as values, or the path of a run file. `resume` goes on with the
-        run in `config.out`, if there is one. `run`: what `open_run` has opened already.
+        """`config`: a RunConfig, a mapping of its keys, or the path of a run file. `resume`: resume
+        the run in `config.out`, if there is one. `run`: the folder from `open_run`; None: open it.
 
-        The run folder appears when everything that can be checked before the first step has been.
-        Raises UserError for what the user can mend.
+        The run folder is created after all checks that are possible before the first step. Raises
+        UserError for errors that the user can correct.
         """
         if isinstance(config, str | Path):
             config = load_run(Path(config))
@@ -147,12 +147,12 @@ class Trainer:
             self._parts: list[Callback] = [] if hub is None else [Pushes(hub)]
             checkpoint = self.run.checkpoint
             kept = 0 if checkpoint is None else checkpoint.state["metrics_bytes"]
-            # the first process speaks for all
+            # only the first process prints
             say = print if processes.is_first else lambda line: None
             self.log = MetricsLog(None, 0, say, keep_bytes=kept)
             if self.run.report is None:
                 stack.enter_context(checkpoints.one_process())
-                # what fails without weights and data fails first
+                # first the checks that need neither weights nor data
                 self._check()
                 self._load_data()
                 stack.callback(getattr(self.train_data, "close", lambda: None))
@@ -167,7 +167,7 @@ class Trainer:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            # called for what is not there, as the parts of a run that has come to its end
+            # called for missing attributes, such as the parts of a finished run
             run, more = self.__dict__.get("run"), ""
             if run is not None and run.report is not None:
                 more = f": the run in {run.path} is finished, train() returns its report"
@@ -177,7 +177,8 @@ class Trainer:
     # The phases of building, in this order.
 
     def _check(self) -> None:
-        """The storage, the model's files and tokenizer, as far as they can be had first."""
+        """Check storage, model files, prompts and Hub repository; read the model's config and the
+        tokenizer."""
         config, run, launch = self.config, self.run, self.processes.launch
 
         def check() -> tuple[torch.device, Storage, RunModel, Any]:
@@ -200,8 +201,8 @@ class Trainer:
 
         self.device, self.storage, self.run_model, self.tokenizer = self.processes.together(check)
         if launch.num_processes > 1 and config.model.init != "random":
-            # each process reads other rows of the weights, so that no checksum of theirs would
-            # show that machines have other files
+            # processes read different rows of the weights, so checksums of these would not show
+            # that machines have different files
             read = partial(weights_fingerprint, config.model.name, config.model.revision)
             require_equal(
                 self.processes, self.processes.together(read), "model.name, its weights",
@@ -242,11 +243,11 @@ class Trainer:
         self.cadence = Cadence.of(config.train, self.num_steps, per_epoch)
 
     def _choose_plan(self) -> None:
-        """The first process chooses for all, unless a run that goes on has chosen."""
+        """Set `decision`: the resumed run's if it is still valid, else the first process's."""
 
         def choose() -> Decision:
             decision = choose_run_plan(self.config, self.run_model, self.train_data, self.storage)
-            return replace(decision, answer=None, model=None)  # what is not needed again
+            return replace(decision, answer=None, model=None)  # not needed again
 
         self.decision = self.run.decided or self.processes.from_first(choose)
         self.run_model = self.run_model.decided(self.decision)
@@ -260,7 +261,7 @@ class Trainer:
         if offloads:
             stack.enter_context(group_of_one())
         ranks = build.ranks_of(config, decision, self.device)
-        if ranks is not None and ranks.pp > 1:  # of this stage
+        if ranks is not None and ranks.pp > 1:  # the layers of this stage
             first = sum(decision.stages[: ranks.stage])
             layers = range(first, first + decision.stages[ranks.stage])
         divide = build.division(config, self.longest_tokens, ranks, offload_weights=offloads)
@@ -269,7 +270,7 @@ class Trainer:
         placed = partial(build.placed, config, processes.together(read), self.device, divide)
         self.model = processes.together(placed)
         before = {} if self.run.checkpoint is None else self.run.checkpoint.state
-        frozen = checkpoints.base_fingerprint(  # of weights that checkpoints do not hold
+        frozen = checkpoints.base_fingerprint(  # checkpoints do not contain frozen weights
             self.model, processes, like=before.get("base_fingerprint")
         )
         self.fingerprints = {"base_fingerprint": frozen, "reference": None}
@@ -288,7 +289,7 @@ class Trainer:
         for split in self.data.values():
             processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
         cost = self.run_model.cost
-        # tokens are dealt out evenly where the model's work cannot be counted
+        # without a cost model, balance the tokens of replicas
         work = (lambda seq_lens: seq_lens) if cost is None else cost.sequence_seconds
         seconds = (lambda plan: 0.0) if cost is None else partial(predicted_s, cost)
         self.engine = BatchEngine(engine, processes, work, decision.stages, alternatives, seconds)
@@ -305,7 +306,8 @@ class Trainer:
         processes.together(room)
 
     def _build_reference(self) -> None:
-        """Log-probabilities of the model as it is now, before its first step."""
+        """If the loss needs a reference, attach log-probabilities by the initial model to the data.
+        Also creates `fitting`."""
         self.fitting = Fitting(
             self.decision.options, say=self.say, changed=self._record_options,
             processes=self.processes,
@@ -335,7 +337,8 @@ class Trainer:
         )  # fmt: skip
 
     def _open_folder(self, stack: ExitStack) -> None:
-        """The run folder of a new run; that of an old one gives back what its checkpoint has."""
+        """Create a new run's folder, or restore the checkpoint of a resumed run; write options and
+        config, and allocate the optimizer's state."""
         run, processes = self.run, self.processes
         if run.is_new:
             make_folder = partial(create_run_folder, stack, run.path)
@@ -348,7 +351,7 @@ class Trainer:
             in_background=self.config.train.async_save, say=self.say,
         )  # fmt: skip
         stack.callback(self.checkpoints.close)
-        # The config comes last: a folder that has one holds a run.
+        # The config is written last: it marks the folder as a run's.
         if processes.is_first:
             self._record_options(self.fitting.options)
             write_json(run.path / CONFIG, self.config.model_dump(mode="json"))
@@ -358,22 +361,23 @@ class Trainer:
     # The steps.
 
     def train(self) -> TrainReport | None:
-        """Trains, evaluates, exports; None when a signal ended it before that, with a checkpoint.
+        """Train, evaluate and export; return the report. If a signal stops the run, save a
+        checkpoint (unless checkpoints are off) and return None.
 
-        A checkpoint is taken before the evaluation of its step: a resumed run repeats that one.
+        A step's checkpoint is saved before its evaluation, so a resumed run evaluates it again.
         """
         if self.run.report is not None:
             return self.run.report
         path = self.run.path
         with ExitStack() as stack, folder_errors_reported(path), StopRequest() as self._stop:
             self._open_log(stack)
-            self.used = self._used_memory()  # what trackers have loaded is not of the steps
+            self.used = self._used_memory()  # does not count what trackers have loaded
             batches = self._from_here(lambda: with_lookahead(self.batches(), self._expect))
             loss, stopped = self._evaluate_if_due()
             while not (stopped or self.cadence.ends(self.progress)):
                 try:
                     batch, data_s = self._next_batch(batches)
-                except DataError:  # of a source that is read while the run trains
+                except DataError:  # in a streamed source
                     self._finish_saves()
                     raise
                 figures = self.step(batch, data_s)
@@ -394,20 +398,20 @@ class Trainer:
             return report
 
     def batches(self) -> Iterator[TrainBatch]:
-        """The global batches from where the run is, endless, also when `load_state_dict` has moved
-        it since the last one."""
+        """Return an endless iterator over global batches, starting at the run's position in the
+        data. After `load_state_dict` it continues at the loaded position."""
 
         def make() -> Iterator[TrainBatch]:
             batches = build.batches_of(self.config.train, self.train_data, self.progress.data)
             if not self.config.data.streaming:
                 return batches
-            together = self.processes.together  # each reads by itself, and may fail to
+            together = self.processes.together  # reading may fail on any process
             return iter(lambda: together(lambda: next(batches)), None)
 
         return self._from_here(make)
 
     def _from_here(self, make: Callable[[], Iterator[TrainBatch]]) -> Iterator[TrainBatch]:
-        """The batches of `make`, which is called again when a state has been loaded."""
+        """Yield the batches of `make()`, which is called again after each `load_state_dict`."""
         moved = True
         while moved:
             loads, moved = self._num_loads, False
@@ -420,12 +424,12 @@ class Trainer:
         self.engine.expect(self.objective.learnt(batch), self.fitting.options)
 
     def step(self, batch: TrainBatch, data_s: float = 0.0) -> StepFigures:
-        """Gradients of the mean loss of the global batch, clipping, one update; it is counted in
-        `progress`.
+        """Compute gradients of the global batch's mean loss, clip them, update the weights, and
+        advance `progress`.
 
-        Where memory does not suffice, chunks shrink and the gradients are computed anew, on one
-        process. Raises DivergenceError, with the weights as they were, when loss or gradient are
-        not finite, and ConfigError when chunks do not fit.
+        If memory does not suffice, a run of one process computes the gradients again with smaller
+        chunks. Raises DivergenceError, with unchanged weights, if the loss or the gradient norm is
+        not finite or the loss is above `train.max_loss`, and ConfigError if no chunks fit.
         """
         step = self.progress.step + 1
         started_s = time.perf_counter()
@@ -460,8 +464,8 @@ class Trainer:
         return figures
 
     def gradients(self, batch: TrainBatch, step: int) -> StepResult:
-        """Gradients of the mean loss of the global batch, in chunks that fit; a sampled one's draw
-        is that of the step, however often it is tried."""
+        """Compute gradients of the global batch's mean loss, in chunks that fit. Each attempt
+        samples chunks, if any, with the same seed, that of the step."""
 
         def call(options: ChunkOptions) -> StepResult:
             self.used.restart()
@@ -474,10 +478,10 @@ class Trainer:
         )  # fmt: skip
 
     def evaluate(self) -> dict[str, Evaluation] | None:
-        """The loss of the held-out sequences and of a share of the training ones, by name; None
-        when a signal has stopped it."""
+        """Return evaluations of the held-out data and of a share of the training sequences, by
+        name; None if a signal has stopped them."""
         settings = self.config.train
-        self.optimizer.zero_grad()  # the last step's gradients, which no prediction counts here
+        self.optimizer.zero_grad()  # predicted memory of an evaluation includes no gradients
         sets: dict[str, Any] = {}
         if self.eval_data is not None:
             sets[HELD_OUT] = self.eval_data, self.eval_data.units
@@ -497,7 +501,7 @@ class Trainer:
         return found
 
     def save(self) -> None:
-        """Writes a checkpoint of now, or with `train.async_save` begins to."""
+        """Write a checkpoint of the current step; with `train.async_save`, start to write it."""
         if self.config.train.save_weights_only:
             tensors = checkpoints.trained_tensors(self.model)
         else:
@@ -508,13 +512,13 @@ class Trainer:
         self._call("on_save")
 
     def _finish_saves(self) -> None:
-        """Writes a checkpoint of now, if a run that has any lacks it, and waits for all."""
+        """Save the current step unless it is saved or checkpoints are off; wait for all writes."""
         if self.cadence.save_every and self.saved_step < self.progress.step:
             self.save()
         self.checkpoints.finish()
 
     def _values(self) -> dict[str, Any]:
-        """The values of a checkpoint beside its tensors."""
+        """Return the contents of a checkpoint's state.json."""
         return {
             "step": self.progress.step,
             "progress": asdict(self.progress),
@@ -530,8 +534,8 @@ class Trainer:
         }
 
     def export(self, eval_loss: float | None = None) -> TrainReport:
-        """Writes the model as a folder that transformers loads, and the report, which marks the run
-        as finished; then it is pushed to the hub, where the run has a repository."""
+        """Write the model to a folder that transformers can load, and the report, which marks the
+        run as finished; push the model if `hub` is set. Return the report."""
         folder, step = self.run.path, self.progress.step
         best = self.processes.from_first(self._best_checkpoint)
         if best is not None:
@@ -543,14 +547,14 @@ class Trainer:
         return report
 
     def write_model(self, folder: Path, best: Checkpoint | None = None) -> None:
-        """Writes the model of now, or that of a checkpoint, with its card."""
+        """Write the current model, or that of the checkpoint `best`, with its model card."""
         config, values, processes = self.config, self._values(), self.processes
         engine, dtype = self.engine.engine, getattr(torch, config.model.dtype)
         model, weights = engine.model.model, None
 
         def names() -> set[str]:
             nonlocal model
-            if self.decision.layout.pp > 1:  # of which this process has a part
+            if self.decision.layout.pp > 1:  # this process's model has one stage's layers
                 model = build.build_run_model(config, is_empty=True)
             return {*exported_names(model).values()}
 
@@ -572,8 +576,8 @@ class Trainer:
         processes.from_first(write)
 
     def _best_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to export in the place of the weights of now; None where these are the
-        best that there are."""
+        """Return the checkpoint to export with `train.keep_best`; None to export the current
+        weights, since they are the best or that checkpoint is damaged."""
         step = self.progress.held_out.best_step
         if not self.config.train.keep_best or step in (0, self.progress.step):
             return None
@@ -585,7 +589,7 @@ class Trainer:
         return None
 
     def _read_best(self) -> Checkpoint | str:
-        """The checkpoint with the lowest loss; or what is damaged in it."""
+        """Return the checkpoint with the lowest held-out loss or, if it is damaged, the reason."""
         best_step = self.progress.held_out.best_step
         try:
             return read_checkpoint(checkpoint_of(self.run.path / CHECKPOINTS, best_step))
@@ -593,8 +597,9 @@ class Trainer:
             return error.given
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next steps depend on, as far as this process has it: tensors by the names of
-        a checkpoint, which are those of now and no copies, and plain values."""
+        """Return this process's part of all that the next steps depend on: tensors under their
+        checkpoint names (weights and optimizer state are not copied), and the progress. A
+        collective."""
         return {
             "tensors": checkpoints.all_tensors(
                 self.model, self.optimizer, self.processes, self.device
@@ -603,10 +608,10 @@ class Trainer:
         }
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Goes back, or on, to a `state_dict` of the same layout; all processes call it. The next
-        checkpoint takes the place of those of later steps.
+        """Load a `state_dict` of a trainer with the same layout. A collective. The next checkpoint
+        replaces those of later steps.
 
-        Raises CheckpointError, on all, before anything is changed, for what is not all of one."""
+        Raises CheckpointError on all processes, before any change, if `values` does not fit."""
         state = self.state_dict()
         progress = self.processes.together(partial(progress_of, values, state, self._num_batches))
         known, own = dict(values["tensors"]), state["tensors"]
@@ -617,18 +622,19 @@ class Trainer:
         self.progress = progress
         set_rate(self.schedule, self.progress.step)
         self._num_loads += 1
-        if progress.step <= self.saved_step:  # later checkpoints are of steps that did not happen
+        if progress.step <= self.saved_step:  # the run will take the later steps again
             self.checkpoints.finish()
             self.saved_step = self.processes.from_first(self._saved_before)
 
     def _num_batches(self, epoch: int) -> int:
-        """The global batches of an epoch; 1 for a stream, whose sources tell where it is."""
+        """Return the number of global batches of an epoch; 1 for a stream, whose position is stored
+        per source."""
         if isinstance(self.train_data, StreamSet):
             return 1
         return len(build.epochs_of(self.config.train, self.train_data).batches(epoch))
 
     def _saved_before(self) -> int:
-        """The newest step before that of now that has a checkpoint; 0 where none has."""
+        """Return the newest step before the current one that has a checkpoint; 0 if none has."""
         found = map(step_of, list_checkpoints(self.run.path / CHECKPOINTS))
         return max((step for step in found if step < self.progress.step), default=0)
 
@@ -637,11 +643,11 @@ class Trainer:
         return self.processes.any(self._stop is not None and self._stop.asked)
 
     def say(self, line: str) -> None:
-        """Print a line, above the progress bar where there is one."""
+        """Print a line, above the progress bar if there is one."""
         self.log.say(line)
 
     def close(self) -> None:
-        """Give the run folder free for other processes."""
+        """Close data, engine and checkpoints; unlock the run folder if this trainer locked it."""
         self._stack.close()
 
     def __enter__(self) -> Trainer:
@@ -653,7 +659,7 @@ class Trainer:
     # What happens around the steps.
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        """Puts everything into place as it was when the checkpoint was taken."""
+        """Restore weights, optimizer, generators, progress and learning rate."""
         state = checkpoint.state
         self.processes.together(partial(checkpoints.check_weights, checkpoint, self.fingerprints))
         checkpoints.restore_tensors(
@@ -667,8 +673,8 @@ class Trainer:
         print(f"resumed from {checkpoint.path.name}: step {self.progress.step} of {self.num_steps}")
 
     def _forget_best(self, state: Mapping[str, Any]) -> None:
-        """Begins to look for the lowest loss anew where that of the checkpoint is one of other data
-        or, with `train.keep_best`, of weights that are not there any more."""
+        """Reset the lowest held-out loss if `data.eval` has changed since the checkpoint or, with
+        `train.keep_best`, if the checkpoint of that loss is missing or damaged."""
         config, held_out, cause = self.config, self.progress.held_out, ""
         if held_out.best_step and config.train.keep_best:
             found = self.processes.from_first(self._read_best)
@@ -686,8 +692,8 @@ class Trainer:
         return UsedMemory(self.model.parameters(), self.optimizer, self.device, budget_bytes=most)
 
     def _open_log(self, stack: ExitStack) -> None:
-        """The records of the run until `stack` ends, those of the first process cut back to what
-        the checkpoint knows of."""
+        """Open the profiler, trackers, progress bar and metrics.jsonl until `stack` closes. Records
+        of steps after the resumed checkpoint are removed from metrics.jsonl."""
         done, path, settings = self.progress.step, self.run.path, self.config.log
         trace = path / PROFILE / f"process-{self.processes.launch.number}.json"
         records = Records(open_profiler(stack, settings.profile_steps, done, trace))
@@ -704,8 +710,8 @@ class Trainer:
             self.log = stack.enter_context(log)
 
     def _next_batch(self, batches: Iterator[TrainBatch]) -> tuple[TrainBatch, float]:
-        """The next batch with a label, and the seconds until it was there. Those without one that
-        came before it are counted."""
+        """Return the next batch with a label, and the seconds until it was there. Batches without
+        labels are skipped and counted."""
         started_s = time.perf_counter()
         while (batch := next(batches)).num_valid_tokens == 0:
             self.progress = self.progress.skipping(batch)
@@ -713,7 +719,8 @@ class Trainer:
         return batch, time.perf_counter() - started_s
 
     def _evaluate_if_due(self) -> tuple[float | None, bool]:
-        """The held-out loss if an evaluation is due, and whether the run has been asked to stop."""
+        """Evaluate and generate samples if due. Return the held-out loss (None without an
+        evaluation or held-out data), and whether a signal stops the run."""
         step, settings = self.progress.step, self.config.train
         is_last = step == self.num_steps
         has_data = self.eval_data is not None or settings.eval_train_share
@@ -779,12 +786,12 @@ class Trainer:
     def _loss_of(
         self, batch: TrainBatch, result: StepResult, norm: float, drawn: RNGState
     ) -> float | None:
-        """The loss; None where it is estimated from drawn chunks and none of them has a label.
+        """Return the loss; None if it is estimated from sampled chunks and none of them has a label
+        (recognized by zero gradients, unlike any other NaN).
 
-        Such a draw leaves gradients of zeros: a loss that is truly not a number leaves others.
-        Raises DivergenceError, with no gradients and on all processes, when loss or norm are not
-        finite, or when the loss is above `train.max_loss`: then with generators as `drawn`, and a
-        checkpoint of the step before.
+        Raises DivergenceError on all processes, after the gradients are freed, if the loss or the
+        norm is not finite, or if the loss is above `train.max_loss`. In the latter case, random
+        generators are first reset to `drawn`, and the previous step is saved (see `_finish_saves`).
         """
         is_estimated = result.plan is not None and not result.plan.report_loss
         if is_estimated and norm == 0 and math.isnan(result.loss):
