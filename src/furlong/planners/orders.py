@@ -585,8 +585,8 @@ def join_kept(
     """Return `join_replicas` with dummy plans up to `num_replicas`, and with weights gathered
     before the first chunk unless the plans gather them themselves.
 
-    From then until gradients are reduced, replicas run no collective, so that a replica that fails
-    can notify the others.
+    In the latter case replicas run collectives with each pass; otherwise none from then until
+    gradients are reduced.
     """
     num_idle = num_replicas - len(plans)
     some = [*plans, *[idle_plan(plans[0])] * num_idle]
