@@ -557,7 +557,7 @@ def test_rates_of_a_hopper_are_assumed_of_the_fastest_kernel_that_is_installed(
 ):
     """Seconds of plans on this machine are those of the kernel that the run will take."""
     found = [CUDAFlash(), object.__new__(backend)]
-    monkeypatch.setattr(select, "candidates", lambda kind: found)
+    monkeypatch.setattr(select, "fitting_backends", lambda kind: found)
     name = select.fastest(CallKind(torch.device("cuda"), torch.bfloat16, 128))
     machine = Machine.named("H100").attended_by(name)
     assert f"attention by {name};" in machine.origin
