@@ -47,7 +47,7 @@ Facts = Mapping[str, object]
 
 
 class _Word(NamedTuple):
-    """What a process sends in `exchange`."""
+    """The message of a process in `exchange`."""
 
     place: str
     """The call that the process makes, in words."""
