@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from furlong.errors import ElsewhereError
 from furlong.runtime.distributed import consensus
 from furlong.runtime.distributed.consensus import _hash_of, weights_checksum, whole_checksums
 
@@ -20,6 +22,23 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 def drawn(dtype: torch.dtype) -> Tensor:
     torch.manual_seed(0)
     return torch.randint(200, (6, 6), dtype=torch.int64).to(dtype)
+
+
+def test_an_error_is_raised_on_all_by_the_process_that_had_it_or_else_by_one_that_quotes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process with a new model has not read, and knows nothing of an error in the others' plans."""
+    fine = consensus._Word("a step", "", False, {}, 1)
+    quoted = consensus._Word("a step", "no plan of process 2", True, {}, None)
+    failed = consensus._Word("a step", "no memory", False, {}, None)
+    for words, number in (([fine, quoted], 1), ([fine, quoted, failed], 2)):
+        said = dict(enumerate(words))
+        monkeypatch.setattr(consensus, "_said", lambda *_, said=said: said)
+        with pytest.raises(ElsewhereError) as caught:
+            consensus.exchange(SimpleNamespace(dp=1), 1, "a step")  # type: ignore[arg-type]
+        assert f"process {number}" in str(caught.value) and words[number].failure in str(
+            caught.value
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -276,6 +276,14 @@ def test_a_default_of_today_is_not_given_to_a_run_of_before(
         run_folder.open_run_folder(stack, build_run(values, "here"), resume=True)
 
 
+def test_options_are_written_only_where_a_run_is_or_begins(tmp_path: Path) -> None:
+    """Else they would be found in a folder that has to be empty when the run is started again."""
+    assert not run_folder.is_ours(tmp_path)
+    with ExitStack() as stack:
+        run_folder.create_run_folder(stack, tmp_path)
+        assert run_folder.is_ours(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("processes", "size"), [(2, 64), (4, 256), (8, None)], ids=["shrunk", "checkpoint", "anew"]
 )

@@ -6,7 +6,6 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic_core import ErrorDetails, PydanticUndefined
 
@@ -104,7 +103,9 @@ def example_of(key: str) -> str:
     if field is None or keys_below(key):
         return ""
     value = field.examples[0] if field.examples else field.get_default()
-    return "" if value in (None, PydanticUndefined, "auto") else _in_yaml(value)
+    if value in (None, PydanticUndefined, "auto"):
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def shortened(value: object) -> str:
@@ -187,10 +188,6 @@ def _unknown(key: str, name: str, source: str) -> ConfigError:
     whole = [f"{outer}.{field}" if outer else field for field in known]
     required = f"one of {', '.join(known)}"
     return refusal(f"{key}{_UNKNOWN}", required, suggest(key, whole), source)
-
-
-def _in_yaml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def meet(one: str, other: str) -> bool:

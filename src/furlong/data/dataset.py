@@ -306,7 +306,7 @@ class DataSet:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Checksums of all that determines which sequence has which number, by what they cover."""
+        """Checksums, by what they cover, that change when sequences get other numbers."""
         named = {
             f"the sequences of {named_source(part.source)}": part.tokens_key for part in self.parts
         }

@@ -33,7 +33,7 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoaderState:
-    """The next batch; with data set and seed, all that a resumed run needs."""
+    """The position of the next batch; a resumed run needs it, the data set and the seed."""
 
     epoch: int = 0
     batch: int = 0

@@ -338,7 +338,7 @@ def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
 
 
 def tokenizer_checksum(tokenizer: Any) -> str:
-    """Return a checksum of all that determines the ids of a text, chat templates included."""
+    """Return a checksum of what determines the ids of a text, with chat templates."""
     import tokenizers
     import transformers
 

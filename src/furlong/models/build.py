@@ -106,7 +106,7 @@ def check_weight_files(source: str, *, are_packed: bool = False) -> None:
 
 
 def weights_fingerprint(source: str, revision: str | None = None) -> dict[str, str]:
-    """Return what tells the weights of a model from others, without reading them whole.
+    """Return facts that differ between the weights of two models, without reading them whole.
 
     Returns:
         By file of a folder, its size and a hash of 64 KiB at each of 32 places, evenly apart: the

@@ -597,8 +597,8 @@ class Trainer:
             return error.given
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this process's part of all that the next steps depend on: tensors under their
-        checkpoint names (weights and optimizer state are not copied), and the progress. A
+        """Return this process's part of the state that the next steps depend on: tensors under
+        their checkpoint names (weights and optimizer state are not copied), and the progress. A
         collective."""
         return {
             "tensors": checkpoints.all_tensors(
