@@ -27,7 +27,7 @@ def drawn(dtype: torch.dtype) -> Tensor:
 def test_an_error_is_raised_on_all_by_the_process_that_had_it_or_else_by_one_that_quotes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process with a new model has not read, and knows nothing of an error in the others' plans."""
+    """A process with a new model has not read, and knows of no error in the others' plans."""
     fine = consensus._Word("a step", "", False, {}, 1)
     quoted = consensus._Word("a step", "no plan of process 2", True, {}, None)
     failed = consensus._Word("a step", "no memory", False, {}, None)
@@ -36,9 +36,8 @@ def test_an_error_is_raised_on_all_by_the_process_that_had_it_or_else_by_one_tha
         monkeypatch.setattr(consensus, "_said", lambda *_, said=said: said)
         with pytest.raises(ElsewhereError) as caught:
             consensus.exchange(SimpleNamespace(dp=1), 1, "a step")  # type: ignore[arg-type]
-        assert f"process {number}" in str(caught.value) and words[number].failure in str(
-            caught.value
-        )
+        text = str(caught.value)
+        assert f"process {number}" in text and words[number].failure in text
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -531,7 +531,7 @@ class StreamSet:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Checksums, by what they cover, of what determines the sequences beside the files' contents."""
+        """Checksums of what determines the sequences beside the files' contents."""
         settings = self._settings
         named = {
             f"the names of the files of {named_source(reader.source)}": cache_key(
