@@ -546,7 +546,7 @@ class TrainConfig(BaseModel):
     def is_of_pairs(self) -> bool:
         """Whether each term of the loss needs two sequences: two answers to a prompt, or an answer
         and one to compare it with."""
-        return self.loss != "sft"
+        return self.loss in FORMAT_OF_LOSS
 
     @model_validator(mode="before")
     @classmethod
@@ -815,6 +815,8 @@ class RunConfig(BaseModel):
 
 
 _WITH_BETAS = tuple(name for name in get_args(Optimizer) if name != "adafactor")
+_LOSSES = get_args(TrainConfig.model_fields["loss"].annotation)
+_OF_TOKENS = tuple(name for name in _LOSSES if name not in FORMAT_OF_LOSS)
 _KNOWN_LENGTH = "the number of sequences in a stream is unknown"
 _OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("train.betas", "train.optimizer", _WITH_BETAS, ""),
@@ -834,10 +836,10 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("model.quantize", "model.lora", (), "weights in 4 bits are frozen, only adapters are trained"),
     ("model.quantize", "model.dtype", ("bfloat16", "float32"), "bitsandbytes computes in these"),
     ("model.lora", "model.init", ("pretrained",), "random weights would not be saved"),
-    ("data.train_on", "train.loss", ("sft",), "other losses compare whole answers to a prompt"),
+    ("data.train_on", "train.loss", _OF_TOKENS, "other losses compare whole answers to a prompt"),
     ("data.eval_share", "data.eval", (None,), ""),
     ("data.join", "data.too_long", ("split", "error"), "a longer text continues in the next"),
-    ("data.streaming", "train.loss", ("sft",), "the reference model reads all data first"),
+    ("data.streaming", "train.loss", _OF_TOKENS, "the reference model reads all data first"),
     ("train.epochs", "data.streaming", (False,), _KNOWN_LENGTH),
     ("train.saves_per_epoch", "data.streaming", (False,), _KNOWN_LENGTH),
     ("train.evals_per_epoch", "data.streaming", (False,), _KNOWN_LENGTH),

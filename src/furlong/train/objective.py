@@ -1,7 +1,6 @@
 """The losses that `train.loss` names, with their data format and metrics.
 
-To add a loss, write a subclass of `Objective` here, and add it to `OBJECTIVES` and its name to
-`config.schema`. Torch is imported only when a loss is computed.
+docs/extend.md says how to add one. Torch is imported only when a loss is computed.
 """
 
 from __future__ import annotations
