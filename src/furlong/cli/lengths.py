@@ -72,7 +72,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     """Return the sequence lengths of a run's first epoch; prints a description of the data.
-    `tokenizer`: used instead of the run's."""
+    `tokenizer`: name of a tokenizer to use instead of the run's."""
     tell_loading()
     from furlong.data.tokenize import tokenizer_of
     from furlong.train.build import load_splits

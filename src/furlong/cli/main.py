@@ -1,7 +1,7 @@
 """The command `furlong`: verbs, exit codes, nothing heavy at import.
 
 Exit codes: 0; 2 with one message of four parts for an error that the user can fix; 128 plus the
-signal's number (130 for Ctrl-C) if a signal ended the verb; 1 with a traceback for our own errors.
+signal's number (130 for Ctrl-C) if a signal ended the verb; 1 with a traceback for other errors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ verbs:
 def command() -> NoReturn:
     """Run the command line and end the process without the teardown of torch, which takes seconds.
 
-    Only for a process of its own: exit handlers that were registered before are not called.
+    Exit handlers that were registered before are not called, so call it only in a new process.
     """
     ended: list[int] = []
     # Registered first, as atexit calls the last registered handler first.
@@ -56,8 +56,8 @@ def command() -> NoReturn:
 
 
 def _leave(ended: list[int]) -> None:
-    """End the process at once with the code in `ended`, if `main` has returned. Not under coverage,
-    whose exit handler writes its data later."""
+    """End the process at once with the code in `ended`, if `main` has returned. Under coverage do
+    not, since its exit handler writes the data later."""
     if ended and "coverage" not in sys.modules:
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller
             stream.flush()
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_written(out: Output, arguments: list[str]) -> int:
-    """Return the exit code of a verb that has succeeded: 2 if its result is its output and that is
-    incomplete, else 0. Warn of incomplete output."""
+    """Warn if the printed output is incomplete. Return the exit code of a verb that has succeeded:
+    2 if the incomplete output is the verb's only result, else 0."""
     out.flush()
     if out.error is None:
         return 0

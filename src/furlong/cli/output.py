@@ -1,6 +1,6 @@
 """Files that a verb writes, and stdout and stderr whose failed writes do not stop the verb.
 
-Standard output and error may be closed or full, or their reader gone.
+Standard output and error may be closed or full, or nobody may read them any more.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def tell_loading() -> None:
 
 @contextmanager
 def lasting_output() -> Iterator[Output]:
-    """Context manager: replace stdout and stderr by streams that never raise. Yields stdout; both
-    are flushed at the end."""
+    """Context manager: replace stdout and stderr by streams that never raise, and flush both at the
+    end. Yields the new stdout."""
     before = sys.stdout, sys.stderr
     # Also for a closed stdin, so that no file of a run gets the descriptor of a standard stream.
     closed = [stream for stream in (*before, sys.stdin) if stream is None]
@@ -98,8 +98,8 @@ def lasting_output() -> Iterator[Output]:
 
 @contextmanager
 def speaker_only(speaks: bool) -> Iterator[None]:
-    """Context manager: unless `speaks`, drop what this process prints to stdout, and its warnings.
-    Other output to stderr is kept."""
+    """Context manager: unless `speaks`, drop warnings and what this process prints to stdout. Other
+    output to stderr is kept."""
     if speaks:
         yield
         return
@@ -109,7 +109,7 @@ def speaker_only(speaks: bool) -> Iterator[None]:
 
 
 def check_output(path: Path, flag: str, endings: Sequence[str], *keys: str) -> None:
-    """Raise ConfigError if the suffix of `path` is not one of `endings`, or as `check_replaced`."""
+    """Raise ConfigError if `path` has no suffix of `endings`, or if `check_replaced` does."""
     if path.suffix.lower() not in endings:
         required = f"a name that ends in {' or '.join(endings)}"
         raise refusal(f"{flag} {path}", required, "give the file another ending")
@@ -118,7 +118,7 @@ def check_output(path: Path, flag: str, endings: Sequence[str], *keys: str) -> N
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Context manager: make the folder of a file that is written; turn OSError into ConfigError."""
+    """Context manager: create the folder of the file `path`; raise an OSError as ConfigError."""
     change = ", or choose another place"
     required = "a file that can be written"
     with os_errors_told(ConfigError, required=required, source=str(path), or_else=change):
@@ -127,8 +127,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_replaced(path: Path, flag: str, *keys: str) -> None:
-    """Raise ConfigError if `path` has other contents than expected: JSON without `keys` or, without
-    `keys`, no image of its suffix. It may be empty."""
+    """Raise ConfigError unless the new file may replace the one at `path`, if any: an empty file,
+    JSON with all `keys` or, without `keys`, an image of this suffix."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError:  # reported when the file is written

@@ -188,7 +188,7 @@ def _check_outputs(chosen: Namespace) -> None:
 
 
 class Found(NamedTuple):
-    """The answer to a `PlanQuestion`."""
+    """The plan that was chosen for a `PlanQuestion`."""
 
     decision: Decision
     answer: Answer
@@ -198,20 +198,20 @@ class Found(NamedTuple):
 
     @property
     def options(self) -> str:
-        """Words for the options; empty if no method of the plan has chunk options."""
+        """The chunk options in words; empty if the plan's methods have no such options."""
         is_own = all(map(has_own_chunks, self.method.split(", ")))
         return "" if is_own else options_in_words(self.decision.options)
 
     @property
     def words(self) -> str:
-        """Words for the method, the layout and the options."""
+        """The method, the layout and the options in words."""
         layout, stages = self.decision.layout, self.decision.stages
         division = division_in_words(layout, stages) if layout.num_devices > 1 else ""
         return ", ".join(filter(None, (self.method, division, self.options)))
 
 
 def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found:
-    """Return the plan of the question's batch, decided as in a run. `method` overrides
+    """Return the plan of the question's batch, chosen as in a run. `method` overrides
     `chunks.method`.
 
     Raises ConfigError if no plan is predicted to fit.
@@ -250,8 +250,8 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
 
 
 def _refused_start(question: PlanQuestion, own: RankWeights) -> str:
-    """Return why a run that fits cannot start, or "": some kernels are first compared on the
-    unsharded model, which must fit on each device."""
+    """Return the reason for which a run that fits cannot start; "" if it can. Some kernels are
+    first compared on the unsharded model, which must then fit on each device."""
     kernels, training = question.config.model.kernels, own.training
     master = training.master_bytes or training.compute_bytes
     whole = (own.in_use - own.trained) * training.compute_bytes + own.trained * master
@@ -335,9 +335,9 @@ def _show_found(
 
 
 def _of_run(question: PlanQuestion, found: Found) -> tuple[str, dict[str, Any]]:
-    """Return words and values for the time of a run, with the mean time of its steps. Empty if the
-    number of steps is unknown, or if the loss compares sequences, so that a step is several
-    calls."""
+    """Return the predicted time of a whole run and the mean time of its steps, in words and as JSON
+    values. Both are empty if the number of steps is unknown, or if the loss compares sequences, so
+    that a step is several engine calls."""
     asked, report, train = found.answer.question, found.report, question.config.train
     if not question.is_long or train.is_of_pairs:
         return "", {}
@@ -365,8 +365,8 @@ def _of_run(question: PlanQuestion, found: Found) -> tuple[str, dict[str, Any]]:
 def _longest(
     question: PlanQuestion, answer: Answer, report: PlanReport
 ) -> tuple[str, dict[str, Any]]:
-    """Return words and values: whether the data's longest sequence fits, and how long one may be.
-    It does not fit if the plan of the batch needs more memory than there is."""
+    """Return, in words and as JSON values, whether the data's longest sequence fits, and how long a
+    sequence may be. It does not fit if the plan of the batch exceeds a memory budget."""
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
     positions = question.asked.model.shape.num_positions
     is_beyond = positions is not None and positions < own
@@ -400,12 +400,13 @@ _FORWARD, _DEEP = "chunk-first", "layer-first"
 
 
 def reasons(answer: Answer) -> list[str]:
-    """Return a line for each choice that the search made: weights on the CPU, sizes of the layout
-    above 1, `reshard`, then the size of chunks, `keep`, `offload` and `order`.
+    """Return one line for each choice of the search, with what its alternatives cost. The order is:
+    weights on the CPU, sizes of the layout above 1, `reshard`, size of chunks, `keep`, `offload`,
+    `order`.
 
     A choice has no line if it was given or had no alternatives; `reshard` has one only if the plan
-    frees weights of stages. Costs come from timed plans; `about` marks closed-form estimates,
-    `at least` marks bounds.
+    frees weights of stages. Costs are times of simulated plans; `about` marks closed-form
+    estimates, `at least` marks bounds.
     """
     return [*_of_weights(answer), *_of_layout(answer), *_of_options(answer)]
 
@@ -475,7 +476,7 @@ def _of_options(answer: Answer) -> Iterator[str]:
 
 
 def _keys(options: ChunkOptions) -> dict[str, Any]:
-    """Return the values of the options that `reasons` explains, by name."""
+    """Return the values of reshard, size, keep, offload and order, by name."""
     names = ("reshard", "size", "keep", "offload", "order")
     values = {
         "offload": "none", "order": options.order, "reshard": False, **option_values(options)
@@ -484,9 +485,11 @@ def _keys(options: ChunkOptions) -> dict[str, Any]:
 
 
 def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
-    """Return in words what `wanted`, with another value of option `name`, costs more than the
-    choice, with the best offload and number of retained chunks. "" if no candidate has these
-    options, or if its estimate is no longer."""
+    """Return in words how much more time or memory the options `wanted` cost than the chosen ones.
+    Both differ in the option `name`; offload and number of retained chunks may differ, too.
+
+    Return "" if no candidate has these options, or if its estimated time is not longer.
+    """
     question, chosen, limits = answer.question, answer.by_options, answer.question.limits
     assert chosen is not None
     compared = [key for key in wanted if key != "offload" or name == "offload"]
@@ -528,7 +531,7 @@ def _words(value: Any) -> str:
 
 
 def _more(ratio: float) -> str:
-    """Return words for the ratio of two durations."""
+    """Return the ratio of two durations in words, such as `12.0% longer`."""
     if abs(ratio - 1) < 5e-4:
         return "as long"
     return f"{abs(ratio - 1):.1%} {'longer' if ratio > 1 else 'less'}"
@@ -536,7 +539,7 @@ def _more(ratio: float) -> str:
 
 def _show_smallest(flags: RunFlags, tell: Tell) -> None:
     """Show the plan on the smallest known card that holds the batch; with --hardware, on the fewest
-    of these devices (the given sizes times a power of two). Raises ConfigError if no trial fits."""
+    devices of that name (the given sizes times a power of two). Raises ConfigError if none fits."""
     own, of_size, known = flags.own, dict[int, str](), known_machines()
     for name in sorted(known, key=lambda name: known[name].peak_flops_per_s):
         of_size.setdefault(known[name].memory_bytes, name)  # the slowest card of each size
@@ -576,8 +579,8 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
 
 
 def _is_too_small(question: PlanQuestion) -> bool:
-    """Whether in every layout weights, gradients and optimizer alone exceed a device's budget, and
-    offloaded weights are not allowed or do not fit either: then there is nothing to search."""
+    """Whether, in every layout, weights, gradients and optimizer alone exceed a device's budget,
+    and may not be offloaded or do not fit in CPU memory. Then there is nothing to search."""
     asked, limits = question.asked, question.asked.limits
     away = asked.offloading() if asked.may_offload_weights else asked
     below = inf if limits.cpu_bytes is None else limits.cpu_bytes
@@ -639,8 +642,8 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
 
 
 def _exact(question: PlanQuestion, method: str) -> PlanQuestion:
-    """Return the question for `method`, without `sample` unless the method may be SpaCO, the only
-    one that samples chunks."""
+    """Return the question for one method. SpaCO alone samples chunks, so for other methods than
+    `spaco` and `auto` the question has no `sample`."""
     given = question.asked.given
     if method in ("auto", "spaco") or "sample" not in given:
         return question
@@ -653,8 +656,8 @@ def _telling(what: str, tell: Tell) -> Tell:
 
 
 def _show_saved(file: str, flags: RunFlags) -> None:
-    """Show seconds and bytes of a saved plan, for the model and the hardware that flags name, by
-    default those saved with it."""
+    """Show seconds and bytes of a saved plan. The flags name a model and hardware; by default they
+    are those saved with the plan."""
     chosen = flags.own
     if chosen.out is not None:
         raise refusal(f"{file} with --out", "a plan that is searched", "copy the file")
@@ -701,7 +704,8 @@ def _show_run(folder: Path, chosen: Namespace) -> None:
 
 
 def _load(file: str) -> tuple[ChunkPlan, dict[str, Any]]:
-    """Return a saved plan, and the run and hardware saved with it (empty and None if not saved)."""
+    """Return a saved plan, and the run and the hardware saved with it (an empty dict and None if
+    they were not saved)."""
     required = "a run file (.yaml), a saved plan or a run folder"
     try:
         text = Path(file).read_text(encoding="utf-8")
@@ -735,8 +739,8 @@ def _show_page(
     report: PlanReport, chosen: Namespace, above: Mapping[str, str], below: Mapping[str, str],
     values: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Print a plan's page between the lines `above` and `below`, without empty ones; with --json
-    print `values` instead."""
+    """Print a plan's page between the lines `above` and `below`, of which empty ones are left out.
+    With --json print only `values`."""
     if chosen.json:
         print(json.dumps(values, indent=1))
     else:
@@ -748,8 +752,8 @@ def _lines(texts: Mapping[str, str]) -> str:
 
 
 def _draw(panels: Sequence[Panel], chosen: Namespace, *, most_ranks: int = 16) -> None:
-    """Write the picture of all panels and the trace of the first, if flags ask for them, and print
-    their paths. Raises ConfigError if a file cannot be written."""
+    """Write the picture of all panels and the trace of the first panel, if flags ask for them;
+    print the paths. Raises ConfigError if a file cannot be written."""
     if chosen.picture is not None:
         from furlong.report.picture import save_picture  # matplotlib loads slowly
 

@@ -1,4 +1,4 @@
-"""The question of `furlong plan`: a batch, a model on devices, and the given options."""
+"""What `furlong plan` is asked: a batch, a model on devices, and the given options."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-    """The question of a command line, with words for it."""
+    """What a command line asks of `furlong plan`, and words for it."""
 
     config: RunConfig
     is_run: bool
@@ -107,7 +107,7 @@ class PlanQuestion:
     """Reason for which `furlong train` refuses the lengths or the weights; empty if none."""
 
     def lines(self) -> dict[str, str]:
-        """Return the lines above an answer, by label; the printer skips empty ones."""
+        """Return the lines to print above the chosen plan, by label. Empty ones are not printed."""
         model, limits, count = self.asked.model, self.asked.limits, self.asked.num_devices
         shape, lora, machine = model.shape, model.training.lora, model.hardware
         trained = f"LoRA of rank {lora.rank}" if lora else "all weights trained"
@@ -126,7 +126,7 @@ class PlanQuestion:
         }
 
     def made_for(self) -> dict[str, Any]:
-        """Return plain values to save with a plan, from which it can be predicted again."""
+        """Return the JSON values that are saved with a plan, so that it can be predicted again."""
         return {
             "run": self.config.model_dump(
                 mode="json", include={"model": True, "memory": {"device", "cpu", "disk"}}
@@ -153,7 +153,7 @@ class PlanQuestion:
 
 
 def _kinds(model: CostModel) -> str:
-    """Return words for a model's recurrent layers and its layers with latent attention."""
+    """Return in words how many layers are recurrent, and how many have latent attention."""
     shape, kinds = model.shape, []
     if count := sum(layer.is_recurrent for layer in shape.layers):
         num_bytes = sum(n.state_bytes(model.training.compute_bytes) for n in shape.layers)
@@ -165,7 +165,7 @@ def _kinds(model: CostModel) -> str:
 
 
 def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuestion:
-    """Return the question of a command line. `batch`: its batch, if known. Raises ConfigError."""
+    """Return what a command line asks. `batch`: used instead of its batch. Raises ConfigError."""
     config, own = run_of(flags), flags.own
     is_run = own.subject is not None or "--data.train" in flags.names
     if own.hardware is None and not is_run:
@@ -234,8 +234,8 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
 
 
 def planned_batch(flags: RunFlags, config: RunConfig) -> PlannedBatch:
-    """Return the batch of a run file, of --data.train, or of --lengths. For a preference loss it is
-    one pair (kto: one answer), as long as the longest sequence. Raises ConfigError."""
+    """Return the batch of a run file, of --data.train, or of --lengths. For a preference loss the
+    batch is one pair (kto: one answer), as long as the longest sequence. Raises ConfigError."""
     own, seed = flags.own, config.train.seed
     is_run = own.subject is not None or "--data.train" in flags.names
     limit = config.data.max_seq_len if is_run or _LIMIT in flags.names else sys.maxsize
@@ -293,8 +293,8 @@ def planned_batch(flags: RunFlags, config: RunConfig) -> PlannedBatch:
 
 
 def _limited(lengths: Lengths, name: str, limit: int, too_long: str) -> Lengths:
-    """Return the lengths after refusing, truncating, splitting or dropping sequences longer than
-    `limit`, as a run does. Raises ConfigError if one is refused or none is left."""
+    """Return the lengths after sequences longer than `limit` are refused, truncated, split or
+    dropped, as in a run. Raises ConfigError if a sequence is refused or none is left."""
     if too_long == "error" and lengths.longest > limit:
         raise refusal(
             f"a sequence of {count_words(lengths.longest, 'token')} in {name}",
@@ -323,7 +323,7 @@ def _limited(lengths: Lengths, name: str, limit: int, too_long: str) -> Lengths:
 def _draw(
     lengths: Lengths, source: str, count: int | None, seed: int, left_out: int
 ) -> PlannedBatch:
-    """Return the longest sequence and others in random order, `count` in all (None: all). No
+    """Return a batch of `count` sequences (None: all): the longest, and others in random order. No
     sequence is repeated unless there are fewer than `count`. Raises ConfigError."""
     number, longest = lengths.num_sequences, lengths.longest
     longer = f", {left_out:,} longer ones left out" if left_out else ""
@@ -340,7 +340,7 @@ def _draw(
 
 
 def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
-    """Return the longest sequence of a preset, and `count` - 1 drawn ones. Raises ConfigError."""
+    """Return a batch of `count` lengths of a preset, with its longest. Raises ConfigError."""
     from furlong.cost.lengths import draw_with_longest
 
     _check_at_most(MAX_BATCH, count, _IN_ONE_STEP, name)
@@ -353,7 +353,7 @@ def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
 def _with_longest(
     longest: int, drawn: Sequence[int], lengths: Lengths, words: str, seed: int
 ) -> PlannedBatch:
-    """Return a batch of the longest sequence and drawn ones. `words`: their source."""
+    """Return a batch of the longest sequence and the drawn ones. `words`: the source of both."""
     others = f", and {len(drawn):,} others drawn with seed {seed}" if drawn else ""
     source = f"the longest of {words}{others}"
     return PlannedBatch((longest, *drawn), source, lengths, longest)
@@ -362,7 +362,7 @@ def _with_longest(
 def _counted(flags: RunFlags, config: RunConfig) -> tuple[str, Lengths]:
     """Return the name and the lengths of a run's data, from the file NAME.lengths.json beside the
     run file. If the file is missing or old, count the lengths (this loads torch and the tokenizer)
-    and write it. If flags change the data, count without a file."""
+    and write the file. If flags change the data, count without it."""
     file, is_cut = flags.own.subject, config.data.too_long != "error" or config.data.join
     changed = {flag for flag in flags.names if flag.startswith("--data")} - _NOT_OF_LENGTHS
     changed |= flags.names & {"--train.loss"}
@@ -410,8 +410,8 @@ def _check_at_most(most: int, number: int, noun: str, source: str) -> None:
 
 
 def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunConfig:
-    """Return the run to plan, from a run file or from flags alone. `made_for`: values of a run that
-    were saved with a plan. Raises ConfigError."""
+    """Return the run to plan, from a run file or from flags alone. `made_for`: the run's values
+    that were saved with a plan. Raises ConfigError."""
     from furlong.config.sources import build_run, read_run_file
 
     file = flags.own.subject
@@ -429,28 +429,29 @@ def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunCon
 
 
 def missing(flag: str) -> UserError:
-    """Return the error for a missing flag that a plan needs."""
+    """Return the error for a flag that a plan needs and that was not given."""
     required = "RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model.name and --hardware"
     return refusal(f"no {flag}", required, f"add {flag}, or see furlong plan --help")
 
 
 def spec_of(name: str, num_devices: int = 1) -> Machine:
-    """Return one of several devices of this hardware, as `furlong train` sees it. CPU devices are
-    processes on this machine. A card always has its share of a full node's RAM, since machines with
-    fewer cards have less RAM."""
+    """Return the specification of one of `num_devices` devices of the hardware `name`, as `furlong
+    train` sees it. CPU devices are processes on this machine. A card always has its share of a full
+    node's RAM, since machines with fewer cards have less RAM."""
     machine = Machine.named(name)
     found = one_of(machine, _num_local(machine, num_devices))
     return found if machine.name == THIS_CPU else replace(found, host_bytes=machine.host_bytes)
 
 
 def _num_local(machine: Machine, num_devices: int) -> int:
-    """Return the number of devices of a node."""
+    """Return how many of the `num_devices` devices are on one node."""
     is_cpu = machine.name == THIS_CPU
     return num_devices if is_cpu else min(num_devices, machine.links.devices_per_node)
 
 
 def _here(num_devices: int) -> tuple[Machine, int | None]:
-    """Return one of this machine's `num_devices` devices, and its free GPU bytes (CPU: None)."""
+    """Return the specification of one of this machine's `num_devices` devices, and the free bytes
+    of its GPU (CPU: None)."""
     if not any(map(os.path.exists, _DRIVERS)):
         return spec_of(THIS_CPU, num_devices), None
     import torch  # takes seconds
@@ -467,8 +468,8 @@ def planned_model(
     config: RunConfig, spec: Machine, num_devices: int, longest: int, *, calibrate: bool
 ) -> tuple[CostModel, str]:
     """Return the cost model of a run with sequences of up to `longest` tokens on a device, and the
-    reason for which `furlong train` refuses this length or the weights ("" if none). `calibrate`:
-    use a calibration if there is one.
+    reason for which `furlong train` refuses this length or the weights ("" if it does not).
+    `calibrate`: whether to use a calibration if there is one.
 
     Raises UserError for a model that `furlong train` refuses for other reasons.
     """
@@ -509,7 +510,7 @@ def planned_model(
 
 
 def _config_file(name: str, revision: str | None) -> Path | None:
-    """Return the path of config.json: `name` itself, in the folder `name`, or downloaded from the
+    """Return the path of a config.json: `name` itself, in the folder `name`, or downloaded from the
     Hub; None for a known model.
 
     Raises ConfigError.

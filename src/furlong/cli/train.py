@@ -99,8 +99,8 @@ def _parse(arguments: Sequence[str]) -> RunConfig:
 
 
 def _check_place(out: str, arguments: Sequence[str]) -> None:
-    """Raise ConfigError if the config of a run folder names another folder as `out`, where a new
-    run would begin: the run was moved or copied, or the command is called from another folder."""
+    """Raise ConfigError if a config.json in a run folder names another folder as `out`, in which a
+    new run would begin: the run was moved or copied, or the command was called elsewhere."""
     from furlong.train.run_folder import CONFIG, holds_run
 
     if any(argument.split("=")[0] == "--out" for argument in arguments):

@@ -26,7 +26,7 @@ _TITLE_CHARS = 62
 
 
 def format_lengths(lengths: Lengths, title: str) -> str:
-    """Return the title, then a table with a row per bucket and a row of totals."""
+    """Return the title, then a table with a row per bucket of lengths and a row of totals."""
     rows = [["tokens", "sequences", "share", "of the tokens", "of attention FLOPs"]]
     for bucket in lengths.buckets():
         span, shares = f"{bucket.above + 1:,} to {bucket.upto:,}", _shares(bucket, lengths)
@@ -45,8 +45,8 @@ def summary_line(lengths: Lengths) -> str:
 def save_lengths_picture(
     lengths: Lengths, path: Path, title: str, *, max_seq_len: int | None = None
 ) -> None:
-    """Write a .png or .svg with each bucket's shares of sequences, tokens and attention FLOPs.
-    `max_seq_len` is marked if sequences are longer."""
+    """Write a .png or .svg with the shares of sequences, tokens and attention FLOPs in each bucket
+    of lengths. `max_seq_len` is marked if some sequences are longer."""
     buckets = lengths.buckets()
     about = (
         f"{count_words(lengths.num_sequences, 'sequence')},"
@@ -95,7 +95,7 @@ def _draw_bars(axes: Axes, shares: Sequence[tuple[float, ...]]) -> None:
 
 
 def _draw_limit(axes: Axes, buckets: Sequence[LengthBucket], max_seq_len: int) -> None:
-    """Mark the length at which a run truncates sequences, on a linear scale inside its bucket."""
+    """Mark the length at which a run truncates sequences. Inside its bucket the scale is linear."""
     x, bucket = next((x, own) for x, own in enumerate(buckets) if max_seq_len <= own.upto)
     place = x - 0.5 + (max_seq_len - bucket.above) / (bucket.upto - bucket.above)
     axes.axvline(place, color=LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
@@ -119,7 +119,7 @@ def _percent(share: float) -> str:
 
 
 def _short(tokens: int) -> str:
-    """Return `512`, `4K`, `128K` or `1M`: powers of two as context lengths are written."""
+    """Return a length as context lengths are written: `512`, `4K`, `128K` or `1M`."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
         if tokens >= size:
             return f"{tokens // size}{unit}"

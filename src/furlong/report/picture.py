@@ -1,4 +1,4 @@
-"""Timelines as PNG or SVG: panels below each other, with a row per rank and its memory under it."""
+"""Timelines as PNG or SVG: a panel per plan, with a row per rank and the rank's memory below it."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ _MEMORY_WORDS = PART_WORDS | {"in use": "device memory: only predictions know it
 def save_picture(panels: Sequence[Panel], path: Path, *, most_ranks: int = 16) -> str:
     """Draw timelines to a .png or .svg, with common scales of time and memory.
 
-    At most `most_ranks` ranks of each panel are drawn. Return words for the selection of ranks in
-    the first panel, empty if all are drawn.
+    At most `most_ranks` ranks of each panel are drawn. Return in words which ranks of the first
+    panel are drawn; empty if all are.
     """
     scenes = [make_scene(panel, most_ranks) for panel in panels]
     longest_s = max(scene.duration_s for scene in scenes) or 1.0
@@ -103,7 +103,8 @@ def _draw_title(axes: Axes, title: str, lines: Sequence[str]) -> None:
 
 
 def _draw_lane(axes: Axes, scene: Scene, rank: RankScene, longest_s: float) -> None:
-    """Draw a rank's cells, with messages and copies below; y is inches down from the top."""
+    """Draw a rank's forwards and backwards as bars, its messages and copies below. The y axis is in
+    inches, downwards."""
     axes.set_ylim(_LANE + 3 * _THIN, 0)
     axes.annotate(rank.name, (0, _LANE / 2), (-8, 0), textcoords="offset points", fontsize=9,
                   color=INK, ha="right", va="center")  # fmt: skip
@@ -133,12 +134,12 @@ def _draw_lane(axes: Axes, scene: Scene, rank: RankScene, longest_s: float) -> N
 
 
 def _stack(parts: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return the sum of all parts at each time."""
+    """Return the bytes of all parts together at each time."""
     return [sum(row) for row in zip(*parts.values(), strict=True)]
 
 
 def _draw_memory(axes: Axes, scene: Scene, rank: RankScene, most_bytes: float) -> None:
-    """Draw the parts of a device's memory as a stack, with the peaks written beside it."""
+    """Draw the parts of a device's memory as a stack, with the peaks of all memories beside it."""
     axes.set_ylim(-0.15 * most_bytes, most_bytes)
     axes.axhline(0, color=LINE, linewidth=1.6)
     times, colours = [*rank.times, scene.duration_s], [PART_COLOURS[part] for part in rank.device]
@@ -169,14 +170,14 @@ def _draw_time_axis(axes: Axes) -> None:
 def _write(
     axes: Axes, x: float, down: float, text: str, size: float, colour: str, **how: Any
 ) -> None:
-    """Write a text `down` points below the top of the axes, at their left edge (x 0) or beside
-    their right one (x 1). Dollar signs are literal, not mathtext."""
+    """Write a text `down` points below the top of the axes, at their left edge (x = 0) or to the
+    right of them (x = 1). Dollar signs are literal, not mathtext."""
     axes.annotate(text, (x, 1), (8 * x, -down), xycoords="axes fraction", va="top", fontsize=size,
                   textcoords="offset points", color=colour, parse_math=False, **how)  # fmt: skip
 
 
 def legend(scenes: Sequence[Scene]) -> list[tuple[str, Patch | Line2D]]:
-    """Return legend entries for the actions, chunks and memory that the scenes show."""
+    """Return (words, handle) of each action, chunk and part of memory that the scenes show."""
     ranks = [rank for scene in scenes for rank in scene.ranks]
     bars: list[Bar] = [bar for rank in ranks for bar in rank.bars if bar.span[1] > 0]
     kinds, edge = {bar.kind for bar in bars}, tint(GREY, 0.25)

@@ -1,4 +1,4 @@
-"""Figures of a plan on a cost model: seconds and their breakdown, bytes and their parts."""
+"""Predicted figures of a plan: seconds and their breakdown, bytes and their parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Wait = Literal["compute", "all_to_all", "collectives", "copies", "idle_and_p2p"]
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Figures of a plan on a cost model."""
+    """Figures of a plan, predicted by a cost model."""
 
     plan: ChunkPlan
     timeline: Timeline
@@ -62,12 +62,12 @@ class PlanReport:
 
     @property
     def whole_step_s(self) -> float:
-        """Seconds of the step including the optimizer's."""
+        """Seconds of the step, the optimizer's update included."""
         return self.step_s + self.update_s
 
     @cached_property
     def weights(self) -> RankWeights:
-        """Weights of the rank that holds most of them."""
+        """The weights of the rank that holds the most bytes of them."""
         plan, training = self.plan, self.model.training
         found = (
             training.weights(
@@ -80,14 +80,14 @@ class PlanReport:
 
     @property
     def brought_bytes(self) -> int:
-        """Bytes that a step copies from CPU memory to the rank of `weights`."""
+        """Bytes of weights that a step copies from CPU memory to the rank with most weights."""
         own = self.weights
         actions = self.plan.actions[self.plan.held.index(tuple(sorted(own.held)))]
         return round(sum(own.brought_bytes(a.stage) for a in actions if isinstance(a, Unshard)))
 
     @property
     def lost(self) -> dict[str, float]:
-        """Parts of `bubble_ratio`, as shares of the ranks' time, keyed by words for a page."""
+        """Parts of the bubble ratio, as shares of the ranks' time. Keys are words to print."""
         return lost_shares(self.figures)
 
     def mfu(self, *, masked: bool = True) -> float | None:
@@ -123,7 +123,7 @@ class PlanReport:
 
     @property
     def missing(self) -> str:
-        """Words for what the available processes lack to run the plan; empty if nothing."""
+        """What the available processes lack to run the plan, in words; empty if nothing."""
         needed = len(self.plan.actions) * self.plan.sp_size
         parts = self.lacks
         if self.plan.regathers and not self.plan.replicated:
@@ -134,7 +134,7 @@ class PlanReport:
 
     @property
     def lacks(self) -> list[str]:
-        """Words for each memory of which a rank needs more than its budget."""
+        """Words for each memory (device, CPU, disk) whose budget some rank exceeds."""
         cpu_bytes = max(rank.peak_cpu_bytes for rank in self.memory)
         disk_bytes = max(rank.peak_disk_bytes for rank in self.memory)
         return [
@@ -149,8 +149,8 @@ class PlanReport:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Sizes of the parallelism axes. A pool that shards no sequence counts as data parallelism
-        (dp); `sp_size` is the plan's."""
+        """Sizes of data, sequence and pipeline parallelism, and of the plan's pools (`sp_size`
+        devices that form a rank). Pools that shard no sequence count as data parallelism."""
         pp = ranks_per_replica(self.plan)
         dp, sp_size = len(self.plan.actions) // pp, self.plan.sp_size
         sizes = self.plan.sizes_of_places
@@ -158,14 +158,14 @@ class PlanReport:
         return {"dp": dp, "sp": sp, "pp": pp, "sp_size": sp_size, "sizes_of_places": sizes}
 
     def panel(self, title: str, note: str = "") -> Panel:
-        """Return the plan as one panel of a picture."""
+        """Return the plan's timeline as one panel of a picture. `note`: a line under the title."""
         if self.pool_idle_ratio >= 5e-4:
             idle = f"{self.pool_idle_ratio:.1%} of the processes' time in passes is idle"
             note = "; ".join(filter(None, (note, idle)))
         return Panel(self.timeline, self.plan, title, note, self.budget_bytes, self.memory)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
+        """Return the report as JSON values."""
         return {
             "layout": self.layout,
             "step_s": self.step_s,
@@ -219,7 +219,7 @@ def report_plan(
     num_processes: int = 1,
     refused: str = "",
 ) -> PlanReport:
-    """Simulate a plan that has passed `plan.check` and measure it.
+    """Simulate a plan that has passed `plan.check`; return its figures.
 
     Args:
         plan: The plan.
@@ -260,8 +260,8 @@ def _break_down(
 ) -> dict[Wait, float]:
     """Return the shares of a simulated step's time by activity.
 
-    Waits inside computing actions are measured by difference: each kind of wait is made free, one
-    after the other and cumulatively, so that each second is counted once.
+    Waits inside forwards and backwards are measured by difference. One kind of wait after the other
+    is made free, and the time that this saves is its share, so each second is counted once.
     """
     shares, total_s = figures.shares(), figures.duration_s * len(figures.ranks) or 1.0
     may_be: dict[Hidden, bool] = {
@@ -288,7 +288,8 @@ def _break_down(
 
 
 def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
-    """Return 1 - mean / max of the seconds of a pool's processes, over all parts of all passes.
+    """Return the share of time that processes of a pool (a sequence-parallel group) wait for its
+    slowest process: 1 - mean / max of their seconds, summed over all parts of all passes.
 
     Gathers of weights are left out, since they take all processes of a pool equally long.
     """
@@ -309,12 +310,12 @@ def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
 
 
 def _computing_s(plan: ChunkPlan, costs: PlanCosts) -> float:
-    """Return the summed seconds of all computing actions of all ranks."""
+    """Return the seconds of all forwards, backwards and recomputes, summed over the ranks."""
     return sum(costs.compute_s(action, rank) for action, rank in _computing(plan))
 
 
 def _computing(plan: ChunkPlan) -> Iterator[tuple[Computing, int]]:
-    """Yield (action, rank) of each computing action."""
+    """Yield (action, rank) of each forward, backward and recompute."""
     for rank, actions in enumerate(plan.actions):
         for action in actions:
             if isinstance(action, COMPUTING):

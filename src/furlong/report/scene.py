@@ -1,8 +1,8 @@
 """Scenes: timelines prepared for pictures and traces, as bars, memory over time, colours and words.
 
-Each action becomes a bar on a track of its rank, in the colour of its chunk: a hue for each cut
-sequence, and for a chunk of whole sequences a tone that differs from its neighbours'. The shade
-shows the kind of action. The colours are distinct for colour-blind readers, too.
+Each action becomes a bar on a track of its rank, in the colour of its chunk. Each cut sequence has
+a hue; a chunk of whole sequences has a tone that differs from its neighbours'. The shade shows the
+kind of action. The colours are distinct for colour-blind readers, too.
 
 A trace (Chrome trace events, which Perfetto opens at ui.perfetto.dev) has one process per rank, and
 in it one thread per track. Messages have a thread per peer and direction, since messages to two
@@ -64,14 +64,14 @@ def is_alone(plan: ChunkPlan) -> bool:
 
 
 def figure_words(figures: SimulatedStep) -> str:
-    """Return words for the shares of the ranks' time."""
+    """Return in words the shares of the ranks' time (forward, backward, idle and others)."""
     words = {_SHARE_WORDS[name]: share for name, share in figures.shares().items()}
     return share_words(words, "   ·   ")
 
 
 def lost_shares(figures: SimulatedStep) -> dict[str, float]:
-    """Return the shares of the ranks' time apart from first forwards and backwards, keyed by words;
-    they add up to the bubble ratio."""
+    """Return the shares of the ranks' time other than first forwards and backwards, keyed by words.
+    They add up to the bubble ratio."""
     shares = figures.shares()
     return {_SHARE_WORDS[name]: shares[name] for name in shares if name not in _USEFUL}
 
@@ -83,16 +83,16 @@ def lost_words(figures: SimulatedStep) -> str:
 
 
 def share_words(shares: Mapping[str, float], between: str = ", ") -> str:
-    """Return words for shares, without those that round to 0.0%."""
+    """Return shares in words, without those that round to 0.0%."""
     return between.join(f"{word} {share:.1%}" for word, share in shares.items() if share >= 5e-4)
 
 
 def choose_ranks(
     plan: ChunkPlan, timeline: Timeline, most: int = 16
 ) -> tuple[tuple[int, ...], str]:
-    """Select at most `most` ranks: the replicas whose computation ends last or, if a replica has
-    more ranks than that, ranks spread over its stages. Return them with words for the selection,
-    empty if all ranks are shown."""
+    """Select at most `most` ranks: those of the replicas whose computation ends last or, if a
+    replica has more ranks, some ranks spread over its stages. Return them, and the selection in
+    words (empty if all ranks are shown)."""
     num_ranks, size = len(plan.actions), ranks_per_replica(plan)
     if num_ranks <= most:
         return tuple(range(num_ranks)), ""
@@ -110,7 +110,7 @@ def choose_ranks(
 
 
 def ranks_per_replica(plan: ChunkPlan) -> int:
-    """Return the number of consecutive ranks that hold the whole model."""
+    """Return the number of consecutive ranks that together hold the whole model."""
     again = (rank for rank, held in enumerate(plan.held) if rank and held == plan.held[0])
     return next(again, len(plan.held))
 
@@ -153,7 +153,7 @@ SpanTrack = Literal["compute", "link", "copy"]
 
 
 class KindLook(NamedTuple):
-    """Style of the bars of one kind of action."""
+    """How a picture draws the bars of one kind of action."""
 
     words: str
     track: SpanTrack
@@ -185,7 +185,7 @@ def fill(colour: str, kind: SpanKind) -> str:
 
 
 def tint(colour: str, share: float) -> str:
-    """Mix `colour` (#rrggbb) with a share of white or, if negative, of black."""
+    """Mix `colour` (#rrggbb) with a share of white or, if `share` is negative, of black."""
     to = 255 if share > 0 else 0
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (to - part) * abs(share)):02x}" for part in parts)
@@ -213,7 +213,7 @@ class Panel:
 
 
 class Bar(NamedTuple):
-    """A record with its kind, label and colour in a picture."""
+    """A bar of a picture: a record of the timeline with its kind, label and colour."""
 
     kind: SpanKind
     label: str
@@ -223,13 +223,13 @@ class Bar(NamedTuple):
 
     @property
     def span(self) -> tuple[float, float]:
-        """(start, duration) in seconds."""
+        """Start and duration of the bar, in seconds."""
         return self.record.start_s, self.record.stop_s - self.record.start_s
 
 
 @dataclass(frozen=True, slots=True)
 class RankScene:
-    """The row of one rank."""
+    """What a picture shows of one rank: bars, and memory over time."""
 
     rank: int
     name: str
@@ -248,7 +248,7 @@ class RankScene:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Everything drawn for one panel. Title and lines are about all ranks."""
+    """Everything drawn for one panel. Title and lines are also about ranks that are not drawn."""
 
     panel: Panel
     title: str
@@ -262,7 +262,7 @@ class Scene:
 
 
 def make_scene(panel: Panel, most_ranks: int = sys.maxsize) -> Scene:
-    """Return the scene of a panel, with at most `most_ranks` ranks."""
+    """Return the scene of a panel, in which at most `most_ranks` ranks are drawn."""
     plan, figures = panel.plan, measure(panel.timeline, panel.plan)
     by_rank: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(panel.timeline.records, key=lambda record: record.start_s):
@@ -290,7 +290,7 @@ def make_scene(panel: Panel, most_ranks: int = sys.maxsize) -> Scene:
 
 
 def _batch_words(plan: ChunkPlan) -> str:
-    """Return words for the size of a plan's batch and of its grid."""
+    """Return in words how many sequences, tokens, chunks, stages and ranks a plan has."""
     dummies, num_tokens = sum(chunk.is_dummy for chunk in plan.chunks), sum(plan.seq_lens)
     more = f" and {count_words(dummies, 'dummy chunk')}" if dummies else ""
     ranks = "" if is_alone(plan) else f", {count_words(len(plan.actions), 'rank')}"
@@ -309,8 +309,8 @@ def _rank(
     late: Collection[tuple[int, int]],
     colours: Mapping[int, str],
 ) -> RankScene:
-    """Return the row of a rank. `late`: cells whose Forward computes nothing, so that their
-    Recompute is shown as a forward."""
+    """Return what is drawn for a rank. `late`: (chunk, stage) of each Forward that computes
+    nothing, so that the Recompute is drawn as a forward."""
     plan = panel.plan
     stages = sorted({r.action.stage for r in records if not isinstance(r.action, MESSAGES)})
     names = ["device" if is_alone(plan) else f"rank {rank}"]
@@ -351,8 +351,8 @@ Steps = dict[str, tuple[int, ...]]
 def memory_steps(
     records: Sequence[Record], actions: Sequence[Action], curve: MemoryCurve | None
 ) -> tuple[tuple[float, ...], Steps, Steps]:
-    """Return (times, device memory, CPU and disk memory) of one rank, as step functions: the bytes
-    of an action last until the next one starts.
+    """Return times of one rank, and from each time to the next the bytes of its device memory and
+    of its CPU memory and disk, by part. The bytes of an action last until the next one starts.
 
     `curve`: predicted bytes of these actions, by part; None: the records' totals are used.
     """
@@ -381,16 +381,16 @@ def memory_steps(
 
 
 def cut_sequences(plan: ChunkPlan) -> dict[int, str]:
-    """Return the colour of each cut sequence, the longest first. Colours are assigned to all
-    sequences, so that one has the same colour in other plans of its batch."""
+    """Return the colour of each sequence that is cut into several chunks, the longest first. Whole
+    sequences use up colours, too, so a sequence has the same colour in all plans of its batch."""
     ordered = sorted(range(len(plan.seq_lens)), key=lambda seq_id: (-plan.seq_lens[seq_id], seq_id))
     colours = zip(ordered, cycle(SEQUENCE_COLOURS), strict=False)
     return {seq_id: colour for seq_id, colour in colours if seq_id in plan.groups}
 
 
 def chunk_colours(plan: ChunkPlan) -> dict[int, str]:
-    """Return the colour of each chunk: from dark to light along a cut sequence; for chunks of whole
-    sequences the tones in turn, along the list of each rank."""
+    """Return the colour of each chunk. The chunks of a cut sequence go from dark to light. Chunks
+    of whole sequences take turns with four tones, in the order in which their rank runs them."""
     hues, colours = cut_sequences(plan), dict[int, str]()
     for chunk, links in enumerate(plan.links):
         if links:
@@ -440,7 +440,7 @@ def _events(scene: Scene, row: RankScene) -> Iterator[dict[str, Any]]:
 
 
 def _about(what: str, **args: str | int) -> dict[str, Any]:
-    """Return a metadata event."""
+    """Return a metadata event of a Chrome trace."""
     return {"ph": "M", "name": what, "args": args}
 
 
@@ -466,7 +466,7 @@ def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
 
 
 def _arrow(bar: Bar, num_chunks: int) -> dict[str, Any]:
-    """Return one end of the arrow from a Send to its Recv; each end lies in its message's slice."""
+    """Return the event of one end of the arrow from a Send to its Recv, in that message's slice."""
     action = bar.record.action
     assert isinstance(action, MESSAGES)
     end = "s" if isinstance(action, Send) else "f"

@@ -39,8 +39,8 @@ _INDENT, _WIDTH = 11, 80
 
 
 def line(name: str, text: str) -> str:
-    """Return an entry of the page: `name`, then `text` wrapped beside it at 80 columns. Words are
-    never broken, so that paths stay whole."""
+    """Return an entry of a plan's page: `name`, then `text` wrapped beside it at 80 columns. Words
+    are never broken, so that paths stay whole."""
     room = _WIDTH - _INDENT
     rows = [row for part in text.split("\n") for row in wrap(part, room, **_WHOLE_WORDS)]
     return name.ljust(_INDENT) + ("\n" + " " * _INDENT).join(rows)
@@ -50,7 +50,7 @@ _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 
 
 def format_report(report: PlanReport) -> str:
-    """Return the page of a plan: its chunks and actions, its seconds, its bytes."""
+    """Return a plan's page for the terminal: its chunks and actions, its seconds, its bytes."""
     plan, figures = report.plan, report.figures
     order = "1F1B over chunks" if len(plan.stages) > 1 else "chunk-first"
     if max(map(len, plan.held)) > 1:
@@ -79,7 +79,7 @@ def format_report(report: PlanReport) -> str:
 
 
 def between_words(machine: Machine, seconds: float) -> str:
-    """Return words for predicted seconds with their range and the reason for it."""
+    """Return predicted seconds in words, with their range and the reason why it is so wide."""
     low, high = map(format_seconds, machine.seconds_between(seconds))
     why = "while figures are assumed"
     if machine.time_error is not None:
@@ -88,8 +88,8 @@ def between_words(machine: Machine, seconds: float) -> str:
 
 
 def weights_words(own: RankWeights, *, reshards: bool) -> str:
-    """Return words for the sharded or offloaded weights of a process; empty if it has all weights
-    on its device."""
+    """Return in words how the weights of a process are sharded or offloaded; empty if the process
+    has all weights on its device."""
     if not own.divides:
         return ""
     held, whole = len(own.layers), own.whole_at_a_time(reshards=reshards)
@@ -155,7 +155,7 @@ def _mfu_words(report: PlanReport) -> str:
 
 
 def _inside_words(report: PlanReport) -> str:
-    """Return a line for waits inside forwards and backwards, whose time includes them."""
+    """Return a line for waits inside forwards and backwards, whose seconds include the waits."""
     shares, found = report.figures.shares(), report.breakdown
     inside = {
         "all-to-all": found["all_to_all"],
@@ -167,8 +167,8 @@ def _inside_words(report: PlanReport) -> str:
 
 
 def runs_words(report: PlanReport, train_on: str = "") -> str:
-    """Return words for whether this release runs the plan. `train_on`: name of the device if
-    `furlong train` would choose this plan, with one such device per process."""
+    """Return in words whether this release can run the plan. `train_on`: the name of a device if
+    `furlong train` would choose this plan with one such device per process."""
     if report.refused:
         return f"no: {report.refused}"
     if report.missing:
@@ -198,7 +198,7 @@ def _chunk_words(plan: ChunkPlan) -> str:
 
 
 def _traffic_words(report: PlanReport) -> list[str]:
-    """Return a line per kind of offloaded memory, with its traffic over all ranks."""
+    """Return a line for each kind of offloaded tensors: the bytes that all ranks write and read."""
     written: Counter[str] = Counter()
     read: Counter[str] = Counter()
     for own in report.memory:
@@ -213,7 +213,7 @@ def _traffic_words(report: PlanReport) -> list[str]:
 
 
 def _layout_words(report: PlanReport) -> str:
-    """Return words for replicas, pools, stages, and the layers of each stage."""
+    """Return in words the layout and the layers of each stage."""
     plan, layout, of_pool = report.plan, report.layout, ""
     sizes, size = plan.sizes_of_places, plan.sp_size
     if layout["sp"] < size:
@@ -231,7 +231,7 @@ def _layout_words(report: PlanReport) -> str:
 
 
 def _memory_words(report: PlanReport) -> str:
-    """Return words for the peak of the rank that needs most, and the rest of its budget."""
+    """Return in words the peak of the rank that needs most memory, and the rest of its budget."""
     peaks, budget = [rank.peak_bytes for rank in report.memory], report.budget_bytes
     left = budget - max(peaks)
     amounts = max(peaks), budget, abs(left)
@@ -249,8 +249,9 @@ def _memory_words(report: PlanReport) -> str:
 
 
 def _memory_parts(report: PlanReport) -> list[str]:
-    """Return a table with a column for each set of ranks with equal bytes: parts at the peak, their
-    sum, peaks of CPU memory and disk, all in one unit. If all ranks are equal, it is one line."""
+    """Return a table of bytes, all in one unit. Its rows are the parts at the peak, their sum, and
+    the peaks of CPU memory and disk; its columns are sets of ranks with equal bytes. If all ranks
+    are equal, the table is one line."""
     heads = [*(PART_WORDS.get(part, part) for part in PARTS), "device", *TARGETS]
     values = [
         [
@@ -313,8 +314,8 @@ def format_figures(figures: SimulatedStep) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[str]:
-    """Return the rows with aligned columns, two spaces apart. Columns are aligned right, those
-    whose heads are in `left` left."""
+    """Return the rows as lines with aligned columns, two spaces apart. Columns are aligned right,
+    but left if `left` has their head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -331,7 +332,7 @@ _REASON = 160
 
 @dataclass(frozen=True)
 class MethodRow:
-    """A method with its best plan, or the reason why it has none."""
+    """A planning method with its best plan, or the reason why it has none."""
 
     method: str
     options: str = ""
@@ -340,8 +341,8 @@ class MethodRow:
 
 
 def format_comparison(rows: Sequence[MethodRow]) -> str:
-    """Return a table of the methods that have a plan, fastest first; below it the bubble and
-    options of each, and the reasons why others have none."""
+    """Return a table of the methods that have a plan, fastest first. Below it are the bubble and
+    options of each, and the reasons why other methods have no plan."""
     planned = _by_time(rows)
     table = [
         ["method", "dp x sp x pp", "runs", "step", "vs best", "tokens/s", "lost", "peak"],
@@ -373,7 +374,7 @@ def format_comparison(rows: Sequence[MethodRow]) -> str:
 
 
 def comparison_json(rows: Sequence[MethodRow]) -> list[dict[str, Any]]:
-    """Return the methods as plain values, in the same order."""
+    """Return the methods as JSON values: those with a plan, fastest first, then the others."""
     planned = _by_time(rows)
     values: list[dict[str, Any]] = [
         {"method": row.method, "options": row.options}

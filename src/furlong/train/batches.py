@@ -1,8 +1,9 @@
-"""Global batches over the processes of a run: plans made ahead of time, and gradients.
+"""Global batches on the processes of a run: their plans, made ahead of time, and their gradients.
 
-One process of each replica plans the sequences dealt to it, so planning takes as long for many
-replicas as for one, and all processes join the plans. This happens in a thread, with collectives in
-a separate group, while the previous batch trains.
+The sequences of a batch are divided among the replicas. One process of each replica plans the
+replica's sequences, so planning takes as long for many replicas as for one. All processes then
+exchange these plans and join them to one plan of the batch. This happens in a thread, with
+collectives in a separate group, while the previous batch trains.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Seconds = Callable[[ChunkPlan], float]
 
 
 class Wanted(NamedTuple):
-    """The key of a batch to plan."""
+    """What the plan of a batch depends on: the key under which the plan is requested."""
 
     seq_lens: tuple[int, ...]
     options: ChunkOptions
@@ -51,7 +52,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, batch: TrainBatch, options: ChunkOptions, *, backward: bool = True) -> Wanted:
-        """Return the key of a batch, without sampling, which is applied to the plan later."""
+        """Return the key of a batch. It leaves out sampling: chunks are drawn after planning."""
         return cls(batch.seq_lens, replace(options, sample=None), backward)
 
 
@@ -67,11 +68,12 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlanner:
-    """Plans batches: each replica trains the sequences dealt to it.
+    """Plans a global batch: divides its sequences among the replicas and plans each replica's part.
 
-    A replica is a device, a sequence-parallel group that divides each chunk, or a pipeline in
-    state-aware 1F1B; or it uses one of the `alternatives`, if that is predicted to be faster. If
-    there are fewer sequences than replicas, some replicas run a dummy chunk.
+    A replica is one device, a sequence-parallel group that divides each chunk, or a pipeline in
+    state-aware 1F1B. If a plan of the `alternatives` (other planners) is predicted to be faster,
+    the replica uses it instead. If there are fewer sequences than replicas, some replicas run a
+    dummy chunk.
     """
 
     layout: Layout
@@ -84,12 +86,12 @@ class BatchPlanner:
     seconds: Seconds = lambda plan: 0.0
 
     def plan(self, wanted: Wanted) -> Planned:
-        """Return the checked plan of all replicas."""
+        """Return the checked plan of a batch on all replicas."""
         num_replicas = len(self._dealt(wanted))
         return self.joined(wanted, [self.own(wanted, replica) for replica in range(num_replicas)])
 
     def own(self, wanted: Wanted, replica: int) -> Planned:
-        """Return the plan of the sequences dealt to a replica, numbered from 0."""
+        """Return the plan of one replica's sequences, which the plan numbers from 0."""
         options = wanted.options
         seq_lens = [wanted.seq_lens[seq_id] for seq_id in self._dealt(wanted)[replica]]
         is_cut = self.layout.pp > 1 or options.order == "layer-first"
@@ -106,24 +108,26 @@ class BatchPlanner:
         return Planned(method, plan, self.seconds(gathered_first(plan)))
 
     def joined(self, wanted: Wanted, found: Sequence[Planned]) -> Planned:
-        """Join the replicas' plans; return the checked plan of all."""
+        """Join the plans `found` of the replicas to one plan of the batch, and check it."""
         plans = [own.plan for own in found]
         plan = join_kept(plans, self._dealt(wanted), wanted.seq_lens, self.layout.dp)
         methods = ", ".join(dict.fromkeys(own.method for own in found))
         return Planned(methods, plan, max(own.step_s for own in found))
 
     def _dealt(self, wanted: Wanted) -> Sequence[Sequence[int]]:
-        """Return the seq_ids of each replica that has any; on one device all, in batch order."""
+        """Return the seq_ids of each replica that gets any sequences. A single device gets all
+        sequences, in batch order."""
         if self.layout.num_devices == 1:
             return [range(len(wanted.seq_lens))]
         return by_cost(self.work(wanted.seq_lens), min(self.layout.dp, len(wanted.seq_lens)))
 
 
 class SharedPlans:
-    """Plans of a run of several processes, made in a thread, in the order that all request them."""
+    """Plans of the batches of a run, made in a thread of each process. All processes must request
+    the plans in the same order."""
 
     def __init__(self, processes: Processes, replica: int | None, planner: BatchPlanner) -> None:
-        """`replica`: the replica that this process plans for, if any. A collective."""
+        """`replica`: the replica whose sequences this process plans; None: none. A collective."""
         self._processes, self._replica, self._planner = processes.apart(), replica, planner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
         self._coming: dict[Wanted, Future[Planned]] = {}
@@ -131,13 +135,13 @@ class SharedPlans:
         """Seconds that the last `get` waited."""
 
     def expect(self, wanted: Wanted) -> None:
-        """Start to make a plan that `get` will request."""
+        """Start to make a plan that `get` will return later."""
         if wanted not in self._coming:
             self._coming[wanted] = self._thread.submit(self._make, wanted)
 
     def get(self, wanted: Wanted) -> Planned:
-        """Return the plan, equal on all processes, which call this together. Raises ElsewhereError
-        if another process could not plan its part."""
+        """Return the plan of a batch, equal on all processes. A collective. Raises ElsewhereError
+        if another process could not plan its replica's sequences."""
         started_s = time.perf_counter()
         self.expect(wanted)
         # plans expected before chunks shrank are never requested
@@ -149,11 +153,11 @@ class SharedPlans:
             self.waited_s = time.perf_counter() - started_s
 
     def drop(self, wanted: Wanted) -> None:
-        """Forget a plan that no call will request."""
+        """Forget the plan of a batch, since `get` will not be called for it."""
         self._coming.pop(wanted, None)
 
     def close(self) -> None:
-        """Stop the thread after the plans that any process expects."""
+        """Stop the thread, once all plans that `expect` has started are made."""
         self._thread.shutdown()
 
     def _make(self, wanted: Wanted) -> Planned:
@@ -177,7 +181,8 @@ class SharedPlans:
 
 
 class BatchEngine:
-    """Computes global batches on all processes of a run; a single process calls its engine."""
+    """Computes losses and gradients of global batches. The processes of a run share the plan of
+    each batch; an engine without `Ranks` (a single process) plans by itself."""
 
     def __init__(
         self,
@@ -191,7 +196,7 @@ class BatchEngine:
         """
         Args:
             work: Quantity to balance over replicas; default: tokens.
-            stages: Layers of each pipeline stage.
+            stages: Number of layers of each pipeline stage.
             alternatives: Other planners that a replica may use if they are faster.
             seconds: Predicts the time of a replica's plan, for timeouts.
         """
@@ -221,12 +226,12 @@ class BatchEngine:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other process computes a part of the batch."""
+        """Whether the engine has no `Ranks`: this process computes whole batches by itself."""
         return self._plans is None
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds that the last step waited for its plan; None without ranks."""
+        """Seconds that the last step waited for its plan; None if the engine has no `Ranks`."""
         return None if self._plans is None else self._plans.waited_s
 
     def expect(self, batch: TrainBatch, options: ChunkOptions) -> None:
@@ -243,7 +248,7 @@ class BatchEngine:
         weights: Sequence[float] | None = None,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Compute the gradients of the batch's mean loss, or only its losses.
+        """Compute the gradients of the batch's mean loss or, without `backward`, only its losses.
 
         The result covers the whole batch on all processes. If a process fails, all others raise
         ElsewhereError or, inside the step, LinkError. `weights` (on several processes), `watch`:
@@ -271,18 +276,19 @@ class BatchEngine:
             plans.drop(Wanted.of(batch, options, backward=backward))
 
     def share(self, num_sequences: int) -> range:
-        """Return the sequences whose token losses, known to all, this process aggregates."""
+        """Return the indices of the sequences whose token losses this process sums. All processes
+        know all token losses, and each sequence is summed by one process."""
         return range(self.processes.launch.number, num_sequences, self.processes.num_processes)
 
     def close(self) -> None:
-        """Stop planning after the last batch."""
+        """Stop the planning thread, once all plans that it has begun are made."""
         if self._plans is not None:
             self._plans.close()
 
 
 def step_options(options: ChunkOptions, step: int) -> ChunkOptions:
-    """Return options with a sampling seed that depends on the run's seed and the step only, so that
-    a step that is repeated, also after a resume, samples the same chunks."""
+    """Return the options with a sampling seed that depends only on the run's seed and the step, so
+    that a repeated step, also after a resume, samples the same chunks."""
     sampling = options.sampling
     if sampling is None:
         return options
@@ -290,23 +296,23 @@ def step_options(options: ChunkOptions, step: int) -> ChunkOptions:
 
 
 def drawn_share(plan: ChunkPlan | None) -> float | None:
-    """Return the share of a plan's chunks that were sampled, chunks of whole sequences included;
-    None for a plan without sampling."""
+    """Return the share of a plan's chunks that are trained: the sampled chunks, and all chunks of
+    whole sequences. None for a plan without sampling."""
     if plan is None or not plan.sampled:
         return None
     return num_drawn(plan) / len(plan.chunks)
 
 
 def with_drawn_chunks(plan: ChunkPlan, batch: TrainBatch, options: ChunkOptions) -> ChunkPlan:
-    """Return the plan with the chunks that `options` sample, if any; equal on all processes, as it
-    depends on the whole batch's labels."""
+    """Return the plan with backwards only of the chunks that `options` draw; without sampling, the
+    plan itself. Equal on all processes, as it depends on the whole batch's labels."""
     if options.sampling is None:
         return plan
     return sampled(plan, options.sampling, _labelled(plan, batch))
 
 
 def _labelled(plan: ChunkPlan, batch: TrainBatch) -> set[int]:
-    """Return the chunks of cut sequences that have a (shifted) label."""
+    """Return the indices of those chunks of cut sequences that have a (shifted) label."""
     found = set()
     for index in {chunk for group in plan.groups.values() for chunk in group}:
         for piece in plan.chunks[index].slices:

@@ -50,8 +50,8 @@ from furlong.units import format_bytes, format_count
 
 
 def device_of(launch: Launch) -> torch.device:
-    """Return this process's GPU, or the CPU if there are no GPUs. Raises ConfigError if there are
-    some, but fewer than processes."""
+    """Return this process's GPU, or the CPU if the machine has no GPU. Raises ConfigError if it has
+    fewer GPUs than processes."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = gpu_of(launch.local_number, launch.num_local)
@@ -62,7 +62,7 @@ def engine_of(
     config: RunConfig, model: Any, longest_tokens: int, storage: Storage, ranks: Ranks | None,
     processes: Processes, *, offload_weights: bool = False,
 ) -> Engine:  # fmt: skip
-    """Return the engine of this process."""
+    """Return this process's `Engine`. A collective: if one process fails, all raise its error."""
     make = partial(
         Engine, model, max_seq_len=longest_tokens, storage=storage, ranks=ranks,
         compute_dtype=getattr(torch, config.model.dtype), offload_weights=offload_weights,
@@ -71,7 +71,8 @@ def engine_of(
 
 
 def storage_beside(storage: Storage, cost: CostModel | None, decision: Decision) -> Storage:
-    """Return the budgets of kept tensors, less the CPU memory that offloaded weights take."""
+    """Return the storage limits for kept activations: the CPU limit is lowered by the bytes of
+    offloaded weights, gradients and optimizer states."""
     own = None if cost is None else share_of(cost, decision)
     if own is None or not own.is_away or storage.cpu_bytes is None:
         return storage
@@ -79,7 +80,8 @@ def storage_beside(storage: Storage, cost: CostModel | None, decision: Decision)
 
 
 def ranks_of(config: RunConfig, decision: Decision, device: torch.device) -> Ranks | None:
-    """Return the ranks of a run; None for a single process without offloaded weights."""
+    """Return this process's `Ranks`: its coordinates in the layout, and its process groups. None
+    for a single process that does not offload weights."""
     layout, offloads = decision.layout, decision.offload_weights
     if layout.num_devices == 1 and not offloads:
         return None
@@ -93,7 +95,7 @@ def division(
     config: RunConfig, longest_tokens: int, ranks: Ranks | None, *, offload_weights: bool = False
 ) -> Callable[[Any], None] | None:
     """Return a function that shards a model over the processes, or offloads its weights to CPU
-    memory; None if the run does neither."""
+    memory; None if the run does neither of them."""
     if ranks is None or not ranks.divides:
         return None
     dtype = getattr(torch, config.model.dtype)
@@ -106,9 +108,12 @@ def build_run_model(
     is_empty: bool = False, divide: Callable[[Any], None] | None = None,
     device: torch.device | None = None,
 ) -> Any:  # fmt: skip
-    """Return the initial model of a run, on the CPU or, if its shards can be read separately,
-    already sharded by `divide` (see `division`) on `device`. `layers`: the layers of this process's
-    pipeline stage; None: all. `unpacked`: dequantize 4-bit weights. `is_empty`: on meta."""
+    """Return the initial model of a run, on the CPU. If `divide` (see `division`) is given and each
+    process can read only its shards, the model is sharded already, on `device`.
+
+    `layers`: the layers of this process's pipeline stage; None: all. `unpacked`: dequantize 4-bit
+    weights. `is_empty`: create parameters on the meta device.
+    """
     settings = config.model
     if settings.kernels in _COMPARED:
         divide = None
@@ -138,8 +143,9 @@ _COMPARED = ("liger", "hub")
 def placed(
     config: RunConfig, model: Any, device: torch.device, divide: Callable[[Any], None] | None
 ) -> Any:
-    """Return the model on the device, `with_kernels` and, if `divide` is given, sharded: group by
-    group, so that only one group is whole on the device, unless kernels are compared."""
+    """Return the model on the device, with its kernels (see `with_kernels`) and, if `divide` is
+    given, sharded. FSDP modules are sharded one by one, so that only one is whole on the device,
+    unless kernels must be compared on the whole model."""
     is_compared = config.model.kernels in _COMPARED
     if divide is None or is_compared:
         model = with_kernels(config, model.to(device), device)
@@ -167,8 +173,8 @@ def with_kernels(config: RunConfig, model: Any, device: torch.device) -> Any:
 
 
 def _dated(settings: DataConfig, tokenizer: Any, day: str | None = None) -> DataConfig:
-    """Return the settings with the date that the tokenizer's chat template prints, if it does: the
-    date in the settings, else `day`, else today."""
+    """Return the settings with a date if the tokenizer's chat template prints one: the date of the
+    settings, else `day`, else today."""
     if DATE not in str(tokenizer.chat_template):
         return settings
     kwargs = {DATE: day or str(date.today()), **settings.chat_template_kwargs}
@@ -186,9 +192,12 @@ def load_splits(
     is_compared: bool = False,
     shared: Callable[[], SharedBlocks] | None = None,
 ) -> dict[str, Any]:
-    """Return data sets `train` and, if configured, `eval`; prints what was found. `format`: the
-    loss's; None: the settings'. `seed`, `say`, `shared`: see `StreamSet`. `day`: for templates that
-    print the date; None: today. `is_compared`: see `read_arrays`."""
+    """Load the data sets `train` and, if configured, `eval`, and print descriptions of them.
+
+    `format`: the record format that the loss requires; None: that of the settings. `day`: the date
+    for chat templates that print one; None: today. `seed`, `say`, `shared`: see `StreamSet`.
+    `is_compared`: see `read_arrays`.
+    """
     data: dict[str, Any] = {}
     settings = _dated(settings, tokenizer, day)
     if settings.streaming:
@@ -212,8 +221,8 @@ def load_splits(
 
 
 def shared_blocks(config: RunConfig, processes: Processes) -> Callable[[], SharedBlocks] | None:
-    """Return a function that opens the blocks of a stream, which one process reads for all of its
-    machine; None if each process reads for itself. A collective."""
+    """Return a function that opens the folder through which the processes of a machine share a data
+    stream's blocks, read by one of them. None if each process reads for itself. A collective."""
     if not config.data.streaming or processes.num_processes == 1:
         return None
     reader, name = processes.from_first_of_machine((os.getpid(), uuid4().hex))
@@ -233,14 +242,14 @@ def batches_of(
 
 
 def batches_in_words(settings: TrainConfig, train: DataSet | StreamSet) -> str:
-    """Describe the sizes of a run's global batches. Raises ConfigError if there is no batch."""
+    """Describe the sizes of a run's global batches. Raises ConfigError if there is not even one."""
     if isinstance(train, StreamSet):
         return train.describe_batches(step_size(settings))
     return describe_batches(epochs_of(settings, train), train.noun)
 
 
 def epochs_of(settings: TrainConfig, train: DataSet) -> Epochs:
-    """Return the global batches of a run's epochs."""
+    """Return the run's epochs, each divided into global batches."""
     return Epochs(train.mixture, step_size(settings), settings.seed, train.unit_lens)
 
 
@@ -281,7 +290,7 @@ def announce(
     num_steps: int,
     cost: CostModel | None,
 ) -> None:
-    """Print the model, the options and the layout of the run. `cost`: see `RunModel`."""
+    """Print the model, the options and the layout of the run. `cost`: the cost model, if any."""
     trained, total = size.num_trained, size.num_parameters
     where = str(device)
     if (count := decision.layout.num_devices) > 1:

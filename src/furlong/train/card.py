@@ -143,8 +143,8 @@ def _refused(settings: HubConfig, error: Exception, change: str) -> ConfigError:
 
 
 class Pushes(Callback):
-    """Pushes exports to the run's repository of the Hub, with `hub.every_save` also the model of
-    each checkpoint."""
+    """Callback that pushes the exported model to the run's repository on the Hub; with
+    `hub.every_save`, it also pushes the model of each checkpoint."""
 
     def __init__(self, settings: HubConfig) -> None:
         self._settings = settings

@@ -76,7 +76,8 @@ _MAX_FILE_BYTES = 2**28
 
 
 def written_by(device: torch.device, num_processes: int) -> dict[str, Any]:
-    """Return versions, threads and device, which affect a run's last bits but may change."""
+    """Return versions, number of threads, device and number of processes. They affect the last bits
+    of a run's results, and a resume may change them."""
     return versions() | {
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -85,7 +86,7 @@ def written_by(device: torch.device, num_processes: int) -> dict[str, Any]:
 
 
 def tell_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Print the differences between `written_by` now and in a checkpoint."""
+    """Print which values of `written_by` differ between `now` and a checkpoint (`before`)."""
     if changed := differing(now, before):
         words = "; ".join(f"{key} = {own}, before {then}" for key, (own, then) in changed.items())
         print(f"{words}: the last bits may differ from those of a run without it")
@@ -107,8 +108,8 @@ def check_data(checkpoint: Checkpoint, fingerprint: dict[str, str]) -> None:
 def base_fingerprint(
     model: nn.Module, processes: Processes = ALONE, *, like: str | None = None
 ) -> str | None:
-    """Return a checksum of names and values of all processes' frozen parameters; None if all are
-    trained. `like`: a checkpoint's fingerprint, see `checksums`. A collective."""
+    """Return a checksum of the names and values of all processes' frozen parameters; None if all
+    parameters are trained. `like`: a checkpoint's fingerprint, see `checksums`. A collective."""
     # tied embeddings may have an adapter on the first stage, but not on the last
     wrapped = "" if _is_older(like) else ".base_layer"
     frozen = {
@@ -126,7 +127,7 @@ _SUMS = "sums-"
 
 
 def fingerprint_of(text: str, like: str | None) -> str:
-    """Return the fingerprint of a text, in the version of `like` (None: the current one)."""
+    """Return a hash of the text in the version of the fingerprint `like` (None: the newest one)."""
     return _SUMS * (not _is_older(like)) + xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -137,11 +138,11 @@ def _is_older(like: str | None) -> bool:
 def checksums(
     weights: Mapping[str, Tensor], processes: Processes, like: str | None = None
 ) -> dict[str, str]:
-    """Return the checksums of all processes' weights by name, including scales of 4-bit ones. A
-    collective.
+    """Return the checksums of the weights of all processes, by name. A 4-bit weight includes its
+    scales. A collective.
 
-    `like`: the fingerprint to compare with, whose version is used. Older ones hash the bytes of
-    whole weights, and runs resumed from such checkpoints keep doing so.
+    `like`: A fingerprint to compare with; the checksums are of the same version. The old version
+    hashes the bytes of whole weights. Runs resumed from a checkpoint of that version keep it.
     """
     own = dict.fromkeys(weights, "")
     if _is_older(like):
@@ -162,7 +163,7 @@ def _parts_of(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def _digest(weight: Tensor) -> str:
-    """Return a hash of dtype, shape and bytes of a whole weight and its scales. A collective."""
+    """Return a hash of a whole weight and its scales: dtypes, shapes and bytes. A collective."""
     found = xxhash.xxh3_128()
     for x in _parts_of(weight):
         whole = x.full_tensor() if isinstance(x, DTensor) else x
@@ -179,8 +180,8 @@ _WEIGHTS = {
 
 
 def check_weights(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> None:
-    """Raise CheckpointError unless the weights that a checkpoint depends on are unchanged. `now`:
-    their checksums by key of `_WEIGHTS`."""
+    """Raise CheckpointError if weights have changed that the checkpoint depends on without
+    containing them. `now`: their current checksums, by key of the checkpoint's `state`."""
     if key := next((key for key in now if checkpoint.state[key] != now[key]), None):
         name = checkpoint.state["config"]["model"]["name"]
         raise checkpoint.refusal(
@@ -199,8 +200,8 @@ def all_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes = ALONE,
     device: torch.device = CPU,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return a checkpoint's tensors: trained weights, `optimizer.<key>.<name>`, and the states of
-    the CPU and CUDA generators, one row (bytes,) per process. A collective."""
+    """Return the tensors to save: trained weights, optimizer states as `optimizer.<key>.<name>`,
+    and the states of the CPU and CUDA generators, one row of bytes per process. A collective."""
     tensors = _live_tensors(model, optimizer)
     tensors[_CPU_RNG] = torch.stack(processes.each(torch.get_rng_state()))
     if device.type == "cuda":
@@ -223,8 +224,9 @@ def restore_tensors(
     processes: Processes = ALONE,
     device: torch.device = CPU,
 ) -> None:
-    """Load the tensors of `all_tensors` in place, also in another layout. A collective. Raises
-    CheckpointError, on all processes, if the checkpoint lacks a tensor of any of them."""
+    """Load a checkpoint (see `all_tensors`) into the model, the optimizer and the generators. It
+    may have been written in another layout. A collective. Raises CheckpointError, on all processes,
+    if the checkpoint lacks a tensor that one of them needs."""
     make_state(optimizer)
     tensors = _live_tensors(model, optimizer)
 
@@ -239,7 +241,8 @@ def restore_tensors(
 
 
 def restore_generators(rows: Mapping[str, Tensor], number: int, device: torch.device) -> None:
-    """Restore the generators of process `number`; additional processes get a derived seed."""
+    """Restore this process's random generators from row `number` of the saved states. A process
+    without a row gets a seed derived from row 0."""
     states = rows[_CPU_RNG]
     if number >= len(states):
         seed = xxhash.xxh3_64_intdigest(states[0].numpy().tobytes(), seed=number)
@@ -271,19 +274,19 @@ class Checkpoints:
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], best_step: int = 0
     ) -> None:
-        """Write `folder/step-XXXXXXXX`, or start to in the background. It replaces checkpoints of
-        this and later steps, left if the run has gone back; see `remove_old` for older ones.
+        """Write `folder/step-XXXXXXXX`, or start to write it in the background. Existing
+        checkpoints of this and later steps, left if the run has gone back, are removed.
 
         Args:
             step: The number of finished steps.
             tensors: This process's shards, and unsharded tensors, which are equal on all processes
                 that have them.
             state: JSON values, written by the first process.
-            best_step: See `remove_old`.
+            best_step: See `remove_old`, which removes older checkpoints.
 
         Raises:
-            CheckpointError: If the disk is full or cannot be written to, also for the previous
-                checkpoint. Earlier checkpoints are unchanged.
+            CheckpointError: If this checkpoint, or the previous one in the background, could not be
+                written, such as on a full disk. Earlier checkpoints are unchanged.
         """
         self.finish()
         if self._thread is None:
@@ -293,13 +296,14 @@ class Checkpoints:
             self._coming = self._thread.submit(self._write, step, staged, state, best_step)
 
     def finish(self) -> None:
-        """Wait for the checkpoint being written. Raises CheckpointError if it failed."""
+        """Wait until the checkpoint being written is complete. Raises CheckpointError if it
+        fails."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
             self._processes.together(coming.result)
 
     def close(self) -> None:
-        """Wait for the last checkpoint, without raising its error."""
+        """Wait until the last checkpoint is written, without raising its error."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -385,7 +389,8 @@ class _SummedFiles(FileSystem):
 def _write_tensors(
     folder: Path, tensors: Mapping[str, Tensor], num_bytes: Mapping[str, int], processes: Processes
 ) -> dict[str, Measured]:
-    """Write tensors; return the files of this process. `num_bytes`: of all processes' tensors."""
+    """Write this process's tensors; return size and checksum of the files that it has written.
+    `num_bytes`: sizes of the tensors of all processes, by name."""
     file_of: dict[str, int] = {}
     number, so_far = 1, 0
     for name, size in num_bytes.items():
@@ -431,9 +436,9 @@ def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]
 
 
 def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the checkpoint's tensors of these names into `tensors`.
+    """Copy tensors of a checkpoint into the `tensors` of the same names.
 
-    Raises CheckpointError for a missing name or another shape.
+    Raises CheckpointError if a name is missing or a shape differs.
     """
     reader = HuggingFaceStorageReader(str(checkpoint))
     reader.read_metadata()  # fails here without the traceback that DCP would print
@@ -454,15 +459,17 @@ def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _cause(failure: CheckpointException) -> BaseException:
-    """Return the error of this process."""
+    """Return the first process's error among those that DCP has collected."""
     return next(iter(failure.failures.values()))[0]
 
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Context manager: suppress DCP's warning, at every save and load, about a single process.
+    """Context manager: suppress the warning about a single process that DCP gives at each save and
+    load.
 
-    Use it around the whole run: a change of the filters resets which warnings were shown once.
+    Enter it once, around the whole run: each change of the warning filters makes Python repeat
+    warnings that it shows only once.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -482,7 +489,7 @@ class ModelSize:
 
 
 def model_size(engine: Engine, processes: Processes) -> ModelSize:
-    """Return the size of the model over all processes, copies counted once. A collective."""
+    """Return the size of the whole model. Weights on several processes count once. A collective."""
     elsewhere = {id(parameter) for parameter in engine.counted_elsewhere}
     own = [p for p in engine.model.model.parameters() if id(p) not in elsewhere]
     if (ranks := engine.ranks) is not None and (ranks.replica, ranks.process) != (0, 0):
@@ -508,11 +515,12 @@ def whole_weights(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Collect weights and buffers by name on the first process. A collective.
 
-    Each stage gathers its weights one by one, and its first process sends them on.
+    The processes of each pipeline stage gather its weights one by one. The stage's first process
+    sends each weight to the first process of the run.
 
     Args:
-        dtype: Of the returned floating-point tensors; None: unchanged.
-        stored: A checkpoint to read trained weights from.
+        dtype: Dtype of the returned floating-point tensors; None: unchanged.
+        stored: A checkpoint to read trained weights from; None: the weights in memory.
 
     Returns:
         CPU tensors by name on the first process, {} on others.
@@ -556,5 +564,5 @@ def stored_weights(
 
 
 def _dtype_in(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return `dtype` for floating-point tensors, else the tensor's dtype."""
+    """Return `dtype` for a floating-point tensor if it is given, else the tensor's dtype."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

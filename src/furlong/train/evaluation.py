@@ -1,4 +1,4 @@
-"""The loss on data that is not trained on, overall and by position, with the same engine."""
+"""Evaluation: mean losses of data sets, overall and by position, by the engine that trains."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PositionBucket:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Mean loss over all labels of a data set, and by position in powers of two.
+    """Mean loss over all labels of a data set, and per bucket of positions (powers of two).
 
     A token's position is the number of tokens before it. A model that uses its long context
     predicts late tokens better. Late tokens come from long documents only, so compare a bucket with
@@ -68,7 +68,8 @@ def evaluate(
     used: UsedMemory | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Return the loss of all batches in eval mode, without gradients; None once `should_stop()`.
+    """Return the mean loss of all batches in eval mode, without gradients; None if `should_stop()`
+    has ended the evaluation.
 
     Chunks shrink if memory, or the budget of `used`, does not suffice. Train modes are restored.
     """
@@ -114,15 +115,16 @@ def evaluate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context manager: eval mode; restores the mode of every module."""
+    """Context manager: put the model in eval mode, then restore the mode of every module."""
     with modes_kept(model):
         model.eval()
         yield
 
 
 def draw_share(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Units]:
-    """Return a random share of the sequences in data order, at least one unit; equal for equal
-    `seed`. Pairs stay together."""
+    """Return a random share of the sequences, in data order, and their units: (start, stop) of
+    sequences drawn together, such as pairs. There is at least one. Equal seeds draw equal
+    shares."""
     num_chosen = max(1, round(share * len(data.units)))
     chosen = np.sort(np.random.default_rng(seed).permutation(len(data.units))[:num_chosen])
     units = data.units[chosen]
@@ -132,8 +134,9 @@ def draw_share(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], 
 
 
 def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tensor) -> None:
-    """Add token losses (T,), entry t about token t + 1, to `sums` and `counts` by position.
-    `labels`: (T,), unshifted. The bucket of position p has index floor(log2(p))."""
+    """Add a sequence's token losses to `sums` and `counts`, at index floor(log2(p)) for position p;
+    positions below 64 share one index. `losses`: (T,), where losses[t] is that of the token at
+    position t + 1. `labels`: (T,), unshifted."""
     positions = torch.nonzero(labels[1:] != IGNORE_INDEX).flatten() + 1
     # frexp is exact: p = m * 2**e with m in [0.5, 1).
     index = torch.frexp(positions.double()).exponent.long() - 1

@@ -109,7 +109,7 @@ def export(
 
 
 def _chosen(source: Path) -> Checkpoint:
-    """Return the checkpoint `source`, or the newest one of the run `source`."""
+    """Return the checkpoint in the folder `source`, or the newest checkpoint of the run in it."""
     with folder_errors_reported(source):
         if (source / MANIFEST).exists() or (source.parent.name == CHECKPOINTS and source.is_dir()):
             return read_checkpoint(source)

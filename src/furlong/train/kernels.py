@@ -1,7 +1,7 @@
-"""Element-wise kernels of other libraries in a run's model: `model.kernels`.
+"""Kernels of other libraries for the element-wise modules of a run's model: `model.kernels`.
 
-The start-up check uses the kernels both in chunks and in the whole model, so kernels are compared
-here with the original modules.
+The start-up check uses these kernels both in chunks and in the whole model, so it cannot show their
+errors. Here they are compared with the original modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def put_kernels(adapter: HFDecoder, kernels: Literal["liger", "hub"], dtype: tor
     the compute device, and `dtype` is the compute dtype.
 
     Raises ConfigError if the library is missing, fails, does not support the model, or computes
-    other values, and for a pipeline stage, which cannot be compared.
+    other values. Also for a pipeline stage, which has no whole model to compare.
     """
     if adapter.local_layers != range(adapter.num_layers):
         raise _refusal(kernels, "in a pipeline, whose stages hold no whole model to compare")
@@ -83,7 +83,8 @@ def _apply(base: Any, kernels: str) -> None:
 
 
 def _outcome(model: HFDecoder) -> Run:
-    """Return hidden states (T, D), and gradients of embeddings and of trained vectors."""
+    """Return, for random tokens, the hidden states (T, D), the gradients of the embeddings, and
+    those of trained vectors (norms and biases)."""
     (ids,) = random_ids(model, [_NUM_TOKENS])
     vectors = [p for p in model.base.parameters() if p.requires_grad and p.ndim == 1]
     with cut_embeddings(model) as embedded:
@@ -100,8 +101,8 @@ def _outcome(model: HFDecoder) -> Run:
 
 @contextmanager
 def _rounded_again(model: HFDecoder) -> Iterator[None]:
-    """Context manager: perturb outputs of attention modules and their submodules by at most half a
-    unit in the last place."""
+    """Context manager: to show what rounding alone changes, perturb outputs of attention modules
+    and their submodules by at most half a unit in the last place."""
     generator = torch.Generator(device=model.device).manual_seed(0)
 
     def move(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -1,14 +1,16 @@
 """Training's memory on a device, checked against a budget; chunks shrink until a step fits.
 
 Weights, gradients, optimizer states and a step's tensors count, as in predictions and budgets; the
-interpreter, libraries, mapped files of data sets and other processes do not. On CUDA it is the
-caching allocator's allocated memory. On a CPU it is the bytes of weights and optimizer, plus the
-growth of the process since, including freed memory that the C library's heap keeps.
+interpreter, libraries, mapped files of data sets and other processes do not. On CUDA the memory is
+the caching allocator's allocated memory. On a CPU it is the bytes of weights and optimizer, plus
+the growth of the process since, including freed memory that the C library's heap keeps.
 
-After running out of memory, a call is undone, the chunk size is halved, and the call is repeated.
+When a call runs out of memory, it is undone, the chunk size is halved, and the call is repeated.
 The gradients are the same, as they are exact for any chunk size. With sampled chunks, other chunks
-are drawn to estimate the same gradient. On several processes the others wait for the one that runs
-out, so the run ends: that process records the smaller chunks, with which a resume goes on.
+are drawn to estimate the same gradient.
+
+With several processes, a process that runs out ends the run, since the others wait for it in
+collectives. It records the smaller chunks, which a resume uses.
 """
 
 from __future__ import annotations
@@ -59,13 +61,14 @@ class UsedMemory:
         held = list(parameters)
         self.device = device
         self._on_cpu = self.device.type != "cuda"
-        self.budget_bytes = budget_bytes if self._on_cpu else None
+        self.budget_bytes = budget_bytes if self._on_cpu else None  # CUDA runs out by itself
         self._base_bytes = 0
         if self._on_cpu:
             states = [state_tensors(optimizer, parameter) for parameter in optimizer.state]
             tensors = [*held, *(x for own in states for x in own.values())]
             counted = [*map(local, tensors), *(scale for p in held for scale in scales_of(p))]
-            give_back_memory(self.device)
+            give_back_memory(self.device)  # else freed memory would hide later growth
+            # mapped files are left out: the system may drop their pages at any time
             self._base_bytes = memory_bytes(self.device) - file_bytes()
             self._base_bytes -= sum(x.nbytes for x in counted)
 
@@ -90,7 +93,7 @@ class UsedMemory:
 
 
 class Fitting:
-    """The chunk options of a run, replaced by smaller chunks when a step runs out of memory."""
+    """The chunk options of a run. When a step runs out of memory, smaller chunks replace them."""
 
     def __init__(
         self,
@@ -100,8 +103,8 @@ class Fitting:
         changed: Callable[[ChunkOptions], bool] = lambda options: False,
         processes: Processes = ALONE,
     ) -> None:
-        """`changed` is called with the new options, and returns whether a resume takes them; `say`
-        is called with messages."""
+        """`say`: prints a message. `changed`: called with the new options; returns whether a resume
+        of the run will use them."""
         self.options = options
         self._say, self._changed, self._processes = say, changed, processes
 
@@ -114,10 +117,10 @@ class Fitting:
         device: torch.device,
         undo: Callable[[], None] = lambda: None,
     ) -> _T:
-        """Return the result of `call(options)`, retried with smaller chunks until it fits.
+        """Return the result of `call(options)`, retried with smaller chunks until memory suffices.
 
         Args:
-            name: Name of the call in messages.
+            name: What the call computes, for messages.
             num_tokens: Number of tokens of the batch.
             undo: Reverts a failed call; random generators are restored, too.
 
@@ -126,13 +129,14 @@ class Fitting:
                 the first failure, on the process that ran out of memory.
         """
         if self._processes.num_processes > 1:
+            # no second try: the other processes still wait in collectives of the first one
             try:
                 return call(self.options)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise self._ended(name, num_tokens, first_line(error)) from error
                 raise
-        before = RNGState.read(device)
+        before = RNGState.read(device)  # a repeated call must draw the same dropout masks
 
         def take_back() -> None:
             undo()
@@ -144,6 +148,7 @@ class Fitting:
             if not reason:
                 return result  # type: ignore[return-value]
             tried.append(self.options.size)
+            # the smallest size is tried twice: `try_call` has freed cached memory in between
             if tried.count(self.options.size) > 1:
                 raise _nothing_fits(name, tried, reason).on_all()
             self._shrink(name, num_tokens, reason)
@@ -158,7 +163,7 @@ class Fitting:
         self._say(f"{name} did not fit ({reason}): {words}")
 
     def _ended(self, name: str, num_tokens: int, reason: str) -> ConfigError:
-        """Record smaller chunks; return the error that ends a run of several processes."""
+        """Record smaller chunks for a resume; return the error that ends a multi-process run."""
         old = self.options
         if old.size <= SMALLEST_TOKENS:
             return _nothing_fits(name, [old.size], reason)

@@ -86,8 +86,8 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class MfuMeter:
-    """Model FLOPs utilisation by `cost.seconds.step_flops`, with attention under the causal mask
-    only."""
+    """Computes model FLOPs utilisation (MFU) from the FLOPs of `cost.seconds.step_flops`, which
+    counts attention only inside the causal mask."""
 
     shape: ModelShape
     peak_flops_per_s: float
@@ -95,7 +95,7 @@ class MfuMeter:
     num_devices: int = 1
 
     def mfu(self, seq_lens: Iterable[int], seconds: float) -> float:
-        """Return the share of the peak, 0 to 1, that a step over these sequences reached."""
+        """Return the MFU, 0 to 1, of a step that took `seconds` for sequences of these lengths."""
         flops = step_flops(self.shape, seq_lens, has_frozen_base=self.has_frozen_base)
         return flops / (seconds * self.peak_flops_per_s * self.num_devices)
 
@@ -108,7 +108,7 @@ def build_meter(
     has_frozen_base: bool,
     num_devices: int = 1,
 ) -> MfuMeter | None:
-    """Return a meter of a model on a device; None if the peak or the model's work is unknown.
+    """Return an MFU meter; None if the model's shape or the device's peak FLOPs are unknown.
 
     Peaks are known for bfloat16 on the GPUs of `cost.machine`.
     """
@@ -120,8 +120,8 @@ def build_meter(
 
 
 class MetricsLog:
-    """Writes figures to `metrics.jsonl` line by line, so that a killed run keeps them; also prints
-    and tracks them."""
+    """Writes figures to `metrics.jsonl` line by line, so that a killed run keeps them. Also prints
+    them and passes them to trackers."""
 
     def __init__(
         self,
@@ -134,10 +134,9 @@ class MetricsLog:
         trackers: Sequence[Track] = (),
         advance: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`file`: metrics.jsonl, or None to write no records. `keep_bytes`: its length when the
-        resumed checkpoint, of step `done`, was written; None: keep all. `advance` is called with
-        each finished step.
-        """
+        """`file`: metrics.jsonl, or None to write no records. `keep_bytes`: the length of the file
+        when the checkpoint of step `done`, from which the run resumes, was written: records after
+        it are removed; None: keep all. `advance` is called with each finished step."""
         self._file = None
         self._keep_bytes = keep_bytes or 0
         if file is not None:
@@ -160,7 +159,7 @@ class MetricsLog:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the file so far."""
+        """Bytes written to the file so far, earlier records included."""
         return self._keep_bytes if self._file is None else self._file.tell()
 
     def say(self, line: str) -> None:
@@ -260,7 +259,7 @@ class MetricsLog:
 
 
 class Callback:
-    """Base class of callbacks: a trainer calls the method of each event, on every process.
+    """Base class of callbacks. On every process the trainer calls the method of each event.
     `trainer`: the `furlong.Trainer`, typed as Any since its module imports this one."""
 
     def on_step_end(self, trainer: Any, figures: StepFigures) -> None:
@@ -277,7 +276,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raise ConfigError for an object that is no callback."""
+    """Raise ConfigError if one of the objects is not a `Callback`."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(
@@ -289,9 +288,9 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 class Records(Callback):
-    """Callback that reports each step, with a prediction for the first one. It writes the timelines
-    of the first step, steps with a checkpoint and the last step, each in place of the one before.
-    `profiled`: called after each step."""
+    """Callback that reports each step, and the prediction for the first step. It writes the
+    measured timelines of the first step, the last step and steps with a checkpoint to one file,
+    each over the one before. `profiled`: called after each step."""
 
     def __init__(self, profiled: Callable[[], None]) -> None:
         self._profiled = profiled
@@ -318,8 +317,8 @@ class Records(Callback):
 
 
 def _continue(file: Path, keep_bytes: int, done: int) -> str:
-    """Remove unreadable records, those after the first `keep_bytes`, and those of steps after
-    `done`. Return a warning if steps are missing, else ""."""
+    """Remove from the file unreadable records, records after the first `keep_bytes` bytes, and
+    records of steps after `done`. Return a warning if steps are missing, else ""."""
     found = file.read_bytes() if file.exists() else b""
     kept, steps = [], set[int]()
     for line in found[:keep_bytes].split(b"\n")[:-1]:
@@ -347,8 +346,8 @@ def _continue(file: Path, keep_bytes: int, done: int) -> str:
 
 
 def _metrics_words(metrics: Mapping[str, float]) -> str:
-    """Return metrics of a loss as a part of a line; of preference pairs only the reward margin and
-    accuracy."""
+    """Return a loss's metrics as a part of a printed line. Of preference pairs, it has only the
+    reward margin and accuracy."""
     if "rewards/margins" in metrics:
         margin, accuracy = metrics["rewards/margins"], metrics["rewards/accuracies"]
         return f"  margin {margin:.4f}  accuracy {accuracy:.0%}"
@@ -399,9 +398,9 @@ def open_profiler(
 def open_trackers(
     stack: ExitStack, folder: Path, settings: LogConfig, config: dict[str, Any], start_step: int
 ) -> list[Track]:
-    """Return the trackers of `settings`, open until `stack` closes. Each resumes the tracker run
-    that it began for this folder. `start_step`: steps taken so far. Raises ConfigError if a tracker
-    fails to start."""
+    """Return the trackers of `settings`, open until `stack` closes. A tracker continues the run
+    that it has begun for this folder. `start_step`: steps taken so far. Raises ConfigError if a
+    tracker fails to start."""
     file = folder / "trackers.json"
     runs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     tracks = []
@@ -438,8 +437,8 @@ def _open_tracker(
     name: str, settings: LogConfig, folder: Path, config: dict[str, Any], start_step: int,
     *, known: str | None,
 ) -> tuple[Track, Callable[[], None], str | None]:  # fmt: skip
-    """Open a tracker. Return functions that track figures and close it, and the tracker's id of the
-    run. `known`: the id of a run to resume."""
+    """Open a tracker. Return a function that tracks figures, one that closes the tracker, and the
+    id that the tracker gives to the run, if any. `known`: the id of a run to resume."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

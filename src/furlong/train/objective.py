@@ -53,7 +53,8 @@ class Objective:
     """Number of first sequences of a unit that are trained on; the others are only evaluated."""
 
     def in_two_phases(self, num_processes: int) -> bool:
-        """Whether each call computes one unit, with the loss between forward and backward."""
+        """Whether a step calls the engine once for each of its loss terms, and computes the loss
+        between the call's forward and backward."""
         return False
 
     def check(self, config: RunConfig, num_processes: int) -> None:
@@ -68,13 +69,13 @@ class Objective:
         backward: bool = True,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Compute gradients of a global batch's mean loss, or only its losses. A collective; see
-        `BatchEngine.compute`."""
+        """Compute gradients of a global batch's mean loss or, without `backward`, only its losses.
+        A collective; see `BatchEngine.compute`."""
         return engine.compute(batch, options, backward=backward, watch=watch)
 
     def calls(self, data: DataSet | StreamSet, size: int | str) -> tuple[Call, ...]:
-        """Return two-phase calls that represent the run when its options are chosen; () if a step
-        is one plan. `size`: `chunks.size`."""
+        """Return engine calls, typical and largest ones of the run, by which its options are
+        chosen; () if a step is one plan (see `in_two_phases`). `size`: `chunks.size`."""
         return ()
 
     def num_terms(self, batch: TrainBatch) -> int:
@@ -82,11 +83,11 @@ class Objective:
         return batch.num_valid_tokens
 
     def num_of(self, figure: str, batch: TrainBatch) -> int:
-        """Return the number of terms that a metric is the mean of."""
+        """Return the number of terms over which the metric named `figure` is the mean."""
         return self.num_terms(batch)
 
     def learnt(self, batch: TrainBatch) -> TrainBatch:
-        """Return the part of a batch that is trained on."""
+        """Return the batch with only the sequences that are trained on."""
         return replace(batch, sequences=tuple(self._learnt(batch.sequences)))
 
     def _learnt(self, of_sequences: Sequence[_T]) -> list[_T]:
@@ -96,7 +97,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLogProb:
-    """An answer's log-probabilities, summed over its tokens; scalars in float64."""
+    """The log-probabilities of an answer by two models, each summed over its tokens, in float64."""
 
     log_prob: Tensor
     """Log-probability by the model, with a graph."""
@@ -114,11 +115,11 @@ class AnswerLogProb:
 class AnswerLoss(Objective):
     """A loss of answers relative to a reference model, with one term per unit of two sequences.
 
-    A single process computes each unit in a two-phase call, so only the kept tensors of its two
-    sequences are in memory between forward and backward, whatever the batch size. Several processes
-    first evaluate the batch in any layout and compute the losses on all. The gradient is then a
-    second step, in which each sequence is weighted by the loss's derivative with respect to its
-    log-probability. That costs one more forward.
+    A single process computes the loss of each unit between the unit's forward and backward. So only
+    the kept tensors of two sequences are in memory at a time, whatever the batch size. Several
+    processes first evaluate the whole batch in any layout, and each computes all losses. A second
+    step then computes the gradients. In it, each sequence's log-probability is weighted by the
+    derivative of the loss with respect to it. That costs one more forward.
     """
 
     name: ClassVar[str]
@@ -127,16 +128,17 @@ class AnswerLoss(Objective):
     needs_reference = True
 
     def shared(self, batch: TrainBatch, beside: Sequence[AnswerLogProb]) -> float:
-        """Return a number that the `term` of each unit needs from the whole batch. `beside`: the
-        batch's answers that are not trained on."""
+        """Return a number, computed from the whole batch, that each of its loss terms needs.
+        `beside`: the batch's answers that are not trained on."""
         raise NotImplementedError
 
     def term(self, answers: Sequence[AnswerLogProb], shared: float) -> Tensor:
-        """Return the loss of a unit's trained answers; the batch's loss is the mean over units."""
+        """Return the loss of one unit (an answer or a pair). A batch's loss is the mean over
+        units."""
         raise NotImplementedError
 
     def figures(self, answers: Sequence[AnswerLogProb], shared: float) -> dict[str, float]:
-        """Return the metrics of a unit, by name."""
+        """Return the metrics of one unit (an answer or a pair), by name."""
         raise NotImplementedError
 
     def in_two_phases(self, num_processes: int) -> bool:
@@ -166,7 +168,7 @@ class AnswerLoss(Objective):
         backward: bool = True,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """See `Objective.compute`; `loss_sum` of the result is the sum over units."""
+        """See `Objective.compute`. The `loss_sum` of the result is the sum of the loss terms."""
         if engine.is_alone:
             return self._alone(engine, batch, options, backward, watch)
         import torch
@@ -208,7 +210,8 @@ class AnswerLoss(Objective):
         return [one for n, one in enumerate(of_sequences) if n % self.unit_size >= self.num_learnt]
 
     def _units(self, of_sequences: Sequence[_T]) -> list[Sequence[_T]]:
-        """Return the trained part of each unit."""
+        """Return the values of each unit (loss term), only those of its trained sequences.
+        `of_sequences`: a value for each sequence of the batch."""
         starts = range(0, len(of_sequences), self.unit_size)
         return [of_sequences[start : start + self.num_learnt] for start in starts]
 
@@ -220,7 +223,7 @@ class AnswerLoss(Objective):
         backward: bool,
         watch: Callable[[], None],
     ) -> StepResult:
-        """Compute unit by unit, and accumulate gradients."""
+        """Compute one loss term after the other on a single process, and accumulate gradients."""
         import torch
 
         from furlong import values
@@ -236,7 +239,7 @@ class AnswerLoss(Objective):
         started_s, records = time.perf_counter(), list[Record]()
 
         def note(action: Forward | Backward) -> None:
-            """Record an action that has waited for the device; backwards include recomputes."""
+            """Record that an action ends now; the time of a backward includes its recomputes."""
             start_s = records[-1].stop_s if records else 0.0
             stop_s = time.perf_counter() - started_s
             records.append(Record(0, "compute", action, start_s, stop_s, 0, 0))
@@ -315,7 +318,7 @@ class PairLoss(AnswerLoss):
         return loss - shared * answers[0].log_prob if shared else loss
 
     def figures(self, answers: Sequence[AnswerLogProb], shared: float) -> dict[str, float]:
-        """Return the `METRICS` of a pair."""
+        """Return the metrics of a pair, by the names in `METRICS`."""
         log_probs = [float(answer.log_prob.detach()) for answer in answers]
         rewards = [
             self.beta * (log_prob - answer.reference)
@@ -330,9 +333,9 @@ class KTOLoss(AnswerLoss):
     """The loss of desirable and undesirable answers: `train.loss: kto` (Ethayarajh et al., 2024,
     equation 7).
 
-    In a batch each answer is followed by its prompt with another record's answer. The mean of the
-    latters' log-ratios, at least 0 and without a gradient, is the reference point that is
-    subtracted from an answer's log-ratio.
+    In a batch, each answer is followed by a mismatched one: its prompt with another record's
+    answer. The mean log-ratio of all mismatched answers, at least 0 and without a gradient, is the
+    reference point. It is subtracted from the log-ratio of each answer.
     """
 
     beta: float = 0.1
@@ -382,7 +385,7 @@ OBJECTIVES: dict[str, Callable[[TrainConfig], Objective]] = {
 
 
 def objective_of(settings: TrainConfig) -> Objective:
-    """Return the loss of a run."""
+    """Return the loss that a run trains, with its options."""
     return OBJECTIVES[settings.loss](settings)
 
 
@@ -428,7 +431,8 @@ def diverged(
     batch: TrainBatch, step: int, figures: str, most: float | None, kept: str
 ) -> DivergenceError:
     """Return the error of a step whose loss is above `most` or, if `most` is None, whose loss or
-    gradient norm is not finite. `kept`: a message about the newest checkpoint."""
+    gradient norm is not finite. `figures`: both in words. `kept`: words on the newest
+    checkpoint."""
     names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     required, mend = "finite figures", ""

@@ -28,8 +28,8 @@ _HF_NAMES = {
 def build_optimizer(
     model: nn.Module, settings: TrainConfig, processes: Processes = ALONE
 ) -> torch.optim.Optimizer:
-    """Return the run's optimizer of all parameters that require a gradient; a pipeline stage may
-    have none. A collective. Raises ConfigError for a group that matches no parameter."""
+    """Return the optimizer of all parameters that require a gradient; a pipeline stage may have
+    none. A collective. Raises ConfigError if a group of `train.groups` matches no parameter."""
     name = settings.optimizer
     groups, matrices = _groups(model, settings, processes)
     plain: dict[str, Any] = {"lr": settings.lr}
@@ -62,15 +62,16 @@ def build_optimizer(
 
 
 def _is_for_gpu(x: Tensor) -> bool:
-    """Whether a parameter computes on a GPU, even if it is offloaded between steps."""
+    """Whether a parameter is used on a GPU, even if it is offloaded between steps."""
     return x.is_cuda or (isinstance(x, DTensor) and x.device_mesh.device_type == "cuda")
 
 
 def _groups(
     model: nn.Module, settings: TrainConfig, processes: Processes
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return parameter groups by learning rate and weight decay, for AdamW and for Muon; the
-    defaults come first. Parameters of one axis (norms, biases) decay only by their group."""
+    """Return the parameter groups for AdamW, and those for Muon: one for each learning rate and
+    weight decay, the run's defaults first. Parameters of one axis (norms, biases) decay only if a
+    group of `train.groups` says so."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     everywhere = {name for names in processes.each(list(named)) for name in names}
     for group in settings.groups:
@@ -105,7 +106,7 @@ def _groups(
 
 
 def _ends(model: Any) -> set[int]:
-    """Return ids of embedding and head weights, which Muon does not update."""
+    """Return the `id` of each embedding and head weight, which Muon does not update."""
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if callable(getattr(model, "get_output_embeddings", None)):
         modules.append(model.get_output_embeddings())
@@ -124,7 +125,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters with both."""
+        """Update the parameters of both optimizers."""
         for part in self.parts:
             part.step()
 
@@ -132,15 +133,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
 class BF16AdamW(torch.optim.AdamW):
     """AdamW with moments stored in bfloat16; updates are computed in the weights' dtype.
 
-    Moments are rounded stochastically, so they are right in the mean: rounded to nearest, a second
-    moment could not decay by less than 0.4 %. The seed depends on the step, the parameter's name
-    (or its index) and its shard, so no generator state is saved, and copies of a weight, such as
-    tied embeddings on two stages, stay equal. Call `make_state` first.
+    Moments are rounded stochastically, so that they are right on average. Rounding to nearest would
+    undo changes below 0.4 %, such as the decay of a second moment. The seed of the rounding depends
+    on the step, the parameter's name (or its index) and its shard. So no generator state is saved,
+    and copies of a weight, such as tied embeddings on two stages, stay equal. Call `make_state`
+    first.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters, one at a time; only its moments are in the wide dtype."""
+        """Update one parameter after the other: only one parameter's moments are wide at a time."""
         updated = [
             (group, name, parameter)
             for number, group in enumerate(self.param_groups)
@@ -171,7 +173,7 @@ class BF16AdamW(torch.optim.AdamW):
 
 
 def _names(group: dict[str, Any], number: int) -> list[str]:
-    """Return the names of a group's parameters, by default "group.index"."""
+    """Return the names of a group's parameters, by default "number.index"."""
     return group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
 
 
@@ -206,8 +208,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _give_state(optimizer: Any, number: int, index: int) -> None:
-    """Initialize the state of parameter `index` of a group. Step counts are tensors, as checkpoints
-    require."""
+    """Initialize the state of parameter `index` in group `number`. Checkpoints require that step
+    counts are tensors."""
     group = optimizer.param_groups[number]
     parameter, state = group["params"][index], optimizer.state[group["params"][index]]
     if isinstance(optimizer, torch.optim.Muon):
@@ -235,7 +237,8 @@ def _give_state(optimizer: Any, number: int, index: int) -> None:
 
 
 def _zero_means(parameter: Tensor, axis: int) -> Tensor:
-    """Return zeros shaped like means over an axis, sharded like the parameter on its other axes."""
+    """Return zeros of the shape of the parameter's mean over an axis; the other axes are sharded as
+    in the parameter."""
     means = parameter.detach().mean(axis)
     if isinstance(means, DTensor):
         whole = [Replicate() if one.is_partial() else one for one in means.placements]
@@ -244,8 +247,8 @@ def _zero_means(parameter: Tensor, axis: int) -> Tensor:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a parameter's state by name, without copies; torchao's quantized ones
-    (never sharded) as their component tensors."""
+    """Return the tensors of a parameter's state by name, without copies. A quantized tensor of
+    torchao, which is never sharded, is split into its component tensors."""
     found: dict[str, Tensor] = {}
     for name, value in optimizer.state.get(parameter, {}).items():
         packed: Any = local(value)
@@ -262,7 +265,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def warmup_steps_of(settings: TrainConfig, num_steps: int) -> int:
-    """Return the warm-up steps, at least 1; a setting below 1 is a share of all, rounded up."""
+    """Return the number of warm-up steps, at least 1. A setting below 1 is a share of all steps."""
     given = settings.warmup_steps
     return max(1, int(given) if given >= 1 else math.ceil(num_steps * given))
 
@@ -270,8 +273,8 @@ def warmup_steps_of(settings: TrainConfig, num_steps: int) -> int:
 def build_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainConfig, num_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return transformers' schedule for `num_steps` + 1 steps, at least one of them warm-up,
-    shifted by one step: its first rate (0) and its last rate (0 or `min_lr`) are never used."""
+    """Return transformers' schedule for `num_steps` + 1 steps, with at least one warm-up step. It
+    is shifted by one step, so its first rate (0) and its last (0 or `min_lr`) are never used."""
     import_safely()  # it loads peft, which does not
     from transformers import get_scheduler
 

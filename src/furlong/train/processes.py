@@ -1,7 +1,7 @@
-"""The processes of a run: how they were started, agree, and end together.
+"""The processes of a run: how they are started, agree, and end together.
 
-Torch is imported only for several processes. They agree by collectives over gloo. A process that
-fails alone writes the reason to the launcher's store and exits; the others lose their connection to
+Torch is imported only for several processes, which agree by collectives over gloo. A process that
+fails alone writes the reason to the launcher's store and exits. The others lose their connection to
 it, print that reason and exit, too. Hanging collectives end after the timeouts below.
 """
 
@@ -73,8 +73,8 @@ class Launch:
 
 
 def command_like(launch: Launch, arguments: str) -> str:
-    """Return the command line, for each machine, that runs `furlong` with these arguments on as
-    many processes."""
+    """Return the command line that runs `furlong` with these arguments on as many processes. It
+    must be entered on each machine."""
     if launch.num_processes == 1:
         return f"furlong {arguments}"
     num_machines = -(-launch.num_processes // launch.num_local)
@@ -83,10 +83,10 @@ def command_like(launch: Launch, arguments: str) -> str:
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Read the launch from torchrun's environment variables; without them a single process.
+    """Read the launch from torchrun's environment variables; without them it is a single process.
 
-    Raises ConfigError for missing variables, and for several processes of another launcher, as each
-    would train by itself.
+    Raises ConfigError if variables are missing, or if another launcher started several processes,
+    as each would train by itself.
     """
     size = environment.get("WORLD_SIZE")
     if not size:
@@ -117,14 +117,14 @@ def _launch_error(given: str, name: str, count: str) -> ConfigError:
 
 
 def sizes_of(parallel: ParallelConfig) -> dict[str, int | None]:
-    """Return the sizes of `parallel` by name; None for auto."""
+    """Return the sizes dp, sp and pp of `parallel`; None for auto."""
     sizes = {name: getattr(parallel, name) for name in ("dp", "sp", "pp")}
     return {name: None if size == "auto" else size for name, size in sizes.items()}
 
 
 def layout_of(parallel: ParallelConfig, num_processes: int) -> Layout:
-    """Return the layout of the sizes of `parallel`, without a search: the first auto size of dp,
-    sp, pp takes the remaining factor, and further auto sizes are 1.
+    """Return the layout of the sizes in `parallel`, without a search: the first auto size of dp,
+    sp, pp takes the remaining factor of `num_processes`, and further auto sizes are 1.
 
     Raises ConfigError unless the sizes multiply to the number of processes.
     """
@@ -149,8 +149,8 @@ def layout_of(parallel: ParallelConfig, num_processes: int) -> Layout:
 
 
 class Processes:
-    """Collectives of the processes of a run; also for a single process. All must call the same
-    methods in the same order."""
+    """Collectives of the processes of a run; also for a single process. All processes must call the
+    same methods in the same order."""
 
     def __init__(self, launch: Launch, group: ProcessGroup | None = None) -> None:
         """`group`: all processes, over gloo; None for a single process."""
@@ -181,7 +181,7 @@ class Processes:
         return any(self.each(flag))
 
     def each(self, value: _T) -> list[_T]:
-        """Return the values of all processes."""
+        """Return the values that all processes have passed, by rank."""
         if self.group is None:
             return [value]
         from torch import distributed as dist
@@ -201,8 +201,8 @@ class Processes:
         return self._agreed(own, shares=True)[1][0]  # type: ignore[no-any-return]
 
     def _agreed(self, work: Callable[[], _T], *, shares: bool) -> tuple[_T, list[_T]]:
-        """Return the result of `work` on this process, and a list of all processes' results (of
-        None unless `shares`). Errors: see `together`."""
+        """Return the result of `work` on this process, and the results of all processes (each None
+        unless `shares`). Raises errors as `together` does."""
         failure: UserError | ElsewhereError | None = None
         result: Any = None
         try:
@@ -224,7 +224,7 @@ class Processes:
         raise first.on_all()
 
     def from_first_of_machine(self, value: _T) -> _T:
-        """Return the value of this machine's first process. A collective."""
+        """Return the value that this machine's first process has passed. A collective."""
         here, launch = gethostname(), self.launch
         told = self.each((here, launch.local_number, value))
         # host names may be equal: take the nearest lower rank with local rank 0
@@ -232,8 +232,8 @@ class Processes:
         return next((own for name, local, own in before if (name, local) == (here, 0)), value)
 
     def first_of_each_machine(self, work: Callable[[], _T]) -> _T:
-        """Run `work` on the first process of each machine, then on the others, which find its files
-        (such as downloads) on disk; return the result of each."""
+        """Run `work` on the first process of each machine, then on the other processes, which find
+        the first one's files (such as downloads) on disk. Return the result on this process."""
         is_sooner = self.launch.local_number == 0
         result: Any = self.together(work if is_sooner else lambda: None)
         return self.together(lambda: result if is_sooner else work())  # type: ignore[no-any-return]
@@ -255,9 +255,9 @@ def require_equal(
     source: str,
     change: str = "start all processes by one command, in equal environments",
 ) -> None:
-    """Raise ConfigError, on all processes, unless all have the first one's facts.
+    """Raise ConfigError, on all processes, unless `facts` are equal on all of them.
 
-    `facts`: JSON values by name; `source`, `change`: parts of the message.
+    `facts`: JSON values by name. `source`, `change`: parts of the error's message.
     """
     first, *others = processes.each(json.loads(json.dumps(dict(facts))))
     for number, own in enumerate(others, 1):
@@ -274,8 +274,8 @@ def require_equal(
 def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[Processes]:
     """Context manager: join the processes of the launch, and leave when all are done.
 
-    An error that only this process raises ends it and the others, which print its text. `limit`:
-    timeout of collectives within a step.
+    If this process alone raises an error, it ends, and the other processes print the error and end,
+    too. `limit`: timeout of collectives within a step.
     """
     if launch.num_processes == 1:
         yield Processes(launch)
@@ -341,7 +341,7 @@ def _backends() -> str:
 
 
 def _leave(processes: Processes) -> None:
-    """Leave together: without torchrun, the first process hosts the store."""
+    """Wait for all processes, then leave the group: the first process may host the store."""
     from torch import distributed as dist
 
     processes.any(False)
@@ -349,7 +349,8 @@ def _leave(processes: Processes) -> None:
 
 
 def _end_alone(error: BaseException, launch: Launch) -> NoReturn:
-    """End this process: report its error to the others or, if it lost one of them, print why."""
+    """End this process: report its error to the other processes. If the error is that another
+    process was lost, print the reason which that process has reported."""
     from furlong.runtime.distributed.failures import is_lost, tell, who_left
 
     here, code = f"process {launch.number}", 1
@@ -373,7 +374,7 @@ def _end_alone(error: BaseException, launch: Launch) -> NoReturn:
 
 
 def _end(said: str, code: int) -> NoReturn:
-    """Exit at once: the group is broken, so exit handlers could wait for ever."""
+    """Print `said` and exit at once: the process group is broken, so exit handlers could hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.write(2, f"{said}\n".encode())

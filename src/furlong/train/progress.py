@@ -32,7 +32,8 @@ class HeldOut:
     num_since_best: int = 0
 
     def after(self, step: int, loss: float) -> HeldOut:
-        """Return the state after an evaluation; one repeated after a resume does not count."""
+        """Return the state after an evaluation; unchanged if a resumed run repeats an
+        evaluation."""
         if step <= self.step:
             return self
         if loss < (float("inf") if self.best_loss is None else self.best_loss):
@@ -84,7 +85,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """The inverse of `dataclasses.asdict`."""
+        """Return the progress from the result of `dataclasses.asdict`."""
         parts = {"data": LoaderState(**values["data"]), "held_out": HeldOut(**values["held_out"])}
         return cls(**{**values, **parts})
 
@@ -102,8 +103,9 @@ class Cadence:
 
     @classmethod
     def of(cls, settings: TrainConfig, num_steps: int, steps_per_epoch: int) -> Cadence:
-        """Return the cadence of a run's settings. With a number of events per epoch, the steps in
-        between are a fraction: an event is due at the first step that reaches it."""
+        """Return the cadence of a run's settings. With `saves_per_epoch` or `evals_per_epoch`, the
+        interval is a fraction of steps: a checkpoint or evaluation is due at the first step that
+        reaches a multiple of it."""
 
         def every(steps: int | None, per_epoch: float | None) -> Fraction:
             if per_epoch is None:
@@ -150,9 +152,10 @@ def progress_of(
 ) -> Progress:
     """Return the progress in `values`, a trainer's state dict.
 
-    Raises CheckpointError unless `values` has the keys, tensor shapes and dtypes of the trainer's
-    `own` state dict, and a valid position in the data: a batch below `num_batches(epoch)`, and for
-    a stream a position in each source or, before its first batch, in none.
+    Raises CheckpointError unless `values` has the keys, tensor shapes and dtypes of `own`, the
+    state dict of this trainer, and a valid position in the data. The batch must be below
+    `num_batches(epoch)`. For a stream, there must be a position in each source or, before the first
+    batch, in none.
     """
 
     def keys(of: Any) -> Any:

@@ -1,8 +1,8 @@
 """The reference of a run: log-probabilities by its initial model, computed once.
 
 With new adapters, the reference is the model without them. Answers are computed without gradients,
-packed by length, in groups that depend on the data only, so that a pass resumed after a kill gives
-the same bits.
+in groups of similar length that depend on the data only, so that a computation that is killed and
+resumed gives the same bits.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def reference_fingerprint(
     model: Any, architecture: Mapping[str, Any], *, dtype: str, max_seq_len: int,
     processes: Processes = ALONE, like: str | None = None,
 ) -> str:  # fmt: skip
-    """Return a checksum of what log-probabilities depend on besides tokens: the initial model
-    without new adapters, and the compute dtype. `like`: a checkpoint's fingerprint, see
-    `checksums`. A collective."""
+    """Return a checksum of all that the reference's log-probabilities depend on besides tokens: the
+    initial model without new adapters, and the compute dtype. `like`: a checkpoint's fingerprint,
+    see `checksums`. A collective."""
     is_adapted = hasattr(model, "disable_adapter") and not has_learnt(model)
     named = dict(model.named_parameters())
     own = {name: p for name, p in named.items() if not (is_adapted and p.requires_grad)}
@@ -57,10 +57,11 @@ def referenced(
     data: DataSet, engine: BatchEngine, fitting: Fitting, *, folder: Path, fingerprint: str,
     key: str,
 ) -> DataSet:  # fmt: skip
-    """Return the data set with each answer's reference, computed unless it is cached. A collective.
+    """Return the data set with the reference's log-probabilities of each answer. They are computed
+    unless they are cached. A collective.
 
     Args:
-        engine: With the initial model.
+        engine: An engine with the initial model.
         folder: The cache folder.
         fingerprint: See `reference_fingerprint`.
         key: The config key of the data set, for messages.
@@ -102,7 +103,7 @@ def referenced(
 
 
 def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
-    """Yield (part of the data, its seq_ids for one call), shortest sequences first."""
+    """Yield (index in `data.parts`, seq_ids for one call), in each part from short to long."""
     by_part: dict[int, list[int]] = defaultdict(list)
     for seq_id in np.argsort(data.seq_lens, kind="stable").tolist():
         by_part[data.row(seq_id)[0]].append(seq_id)
@@ -120,14 +121,15 @@ def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
 
 
 def has_learnt(model: Any) -> bool:
-    """Whether the initial adapters are not zero, such as adapters loaded by `lora.adapter`."""
+    """Whether the adapters change the model's outputs, as adapters loaded by `lora.adapter` do; new
+    adapters do not, since their B matrices are 0."""
     weights = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name]
     wholes = (w.full_tensor() if isinstance(w, DTensor) else w for w in weights)
     return any(bool(whole.any()) for whole in wholes)
 
 
 def _as_it_begins(engine: BatchEngine) -> AbstractContextManager[object]:
-    """Context manager: disable new adapters. With sharded weights they stay on: they are zero."""
+    """Context manager: disable new adapters. With sharded weights they stay enabled: they add 0."""
     model: Any = engine.model
     if not engine.is_alone or not hasattr(model, "disable_adapter") or has_learnt(model):
         return nullcontext()

@@ -90,14 +90,16 @@ class Checkpoint:
     """The contents of state.json."""
 
     def refusal(self, given: str, required: str, change: str, *, also: str = "") -> CheckpointError:
-        """Return an error about a mismatch with this checkpoint; `also`: a further source."""
+        """Return an error about what does not match this checkpoint. `given`, `required` and
+        `change` (how to mend it) are parts of the message; `also`: a source to name before its
+        path."""
         source = f"{also}{self.path}"
         return CheckpointError(given=given, required=required, source=source, change=change)
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The folder that a run writes to, and what it resumes from."""
+    """The folder that a run writes to, and what the run resumes from."""
 
     path: Path
     decided: Decision | None = None
@@ -113,10 +115,10 @@ class RunFolder:
 def open_run_folder(
     stack: ExitStack, config: RunConfig, *, resume: bool, num_processes: int = 1
 ) -> RunFolder:
-    """Open the run folder `config.out`; if a run is resumed, lock it until `stack` closes.
+    """Open the run folder `config.out`. If it holds a run to resume, lock it until `stack` closes.
 
-    A new run needs an empty folder. With `resume` the run resumes from its newest intact
-    checkpoint, or starts again without one. Nothing is created. Raises ConfigError or
+    With `resume` the run resumes from its newest intact checkpoint; without one it begins again.
+    The folder of a new run must be empty, and is not created here. Raises ConfigError or
     CheckpointError.
     """
     path = Path(config.out).expanduser()
@@ -159,7 +161,7 @@ def open_run_folder(
 
 
 def _read_run(values: Mapping[str, Any], source: Path) -> RunConfig:
-    """Return the run of a saved config, which may be older than some keys."""
+    """Return the config of a saved run. Keys that are newer than the run get their old default."""
     values = {name: dict(of) if isinstance(of, Mapping) else of for name, of in values.items()}
     for key, before in _BEFORE.items():
         section, name = key.split(".")
@@ -168,7 +170,8 @@ def _read_run(values: Mapping[str, Any], source: Path) -> RunConfig:
 
 
 def _with_own(config: RunConfig, saved: RunConfig) -> RunConfig:
-    """Return `config` with the saved values of `_BEFORE` keys that are not given."""
+    """Return `config`, in which keys of `_BEFORE` (their default has changed) take the saved values
+    unless they are given."""
     for section, name in (key.split(".") for key in _BEFORE):
         asked = getattr(config, section)
         if name not in asked.model_fields_set:
@@ -202,7 +205,7 @@ def _finished(path: Path) -> TrainReport | None:
 
 
 def list_export(folder: Path) -> dict[str, int]:
-    """Return the bytes of each file of an exported model, by name."""
+    """Return the size in bytes of each file of an exported model, by name."""
     return {
         file.relative_to(folder).as_posix(): file.stat().st_size
         for file in sorted(folder.rglob("*"))
@@ -211,8 +214,8 @@ def list_export(folder: Path) -> dict[str, int]:
 
 
 def missing_of_export(folder: Path, files: dict[str, int]) -> str | None:
-    """Return the first missing file of an exported model, or weights file of another size; None if
-    the model is complete. Other files may have been edited."""
+    """Return the first file of an exported model that is missing or, if it holds weights, has
+    another size; None if the model is complete. Other files may have been edited."""
     found = list_export(folder)
     for name, num_bytes in files.items():
         is_weights = name.endswith(".safetensors")
@@ -222,8 +225,8 @@ def missing_of_export(folder: Path, files: dict[str, int]) -> str | None:
 
 
 def _check_same(saved: RunConfig, config: RunConfig, source: Path, *, may_move: bool) -> None:
-    """Raise ConfigError if a key that must not change differs. `may_move`: whether data paths may
-    differ, as a checkpoint has a fingerprint of the data (`check_data`)."""
+    """Raise ConfigError if the configs differ in a key that a resume must not change. `may_move`:
+    whether data paths may differ, as a checkpoint has a fingerprint of the data (`check_data`)."""
     found = differing(_comparable(saved, may_move), _comparable(config, may_move))
     if refused := {key: pair for key, pair in found.items() if not _is_free(key, config)}:
         shown = [f"{key} = {new!r}, the run has {old!r}" for key, (old, new) in refused.items()]
@@ -248,7 +251,7 @@ def _comparable(config: RunConfig, may_move: bool) -> dict[str, Any]:
 
 
 def _place(name: str) -> str:
-    """Return the real path of an existing file or folder; else the name, as of the Hub."""
+    """Return the real path of an existing file or folder; else the name, such as one of the Hub."""
     path = os.path.expanduser(name)
     return os.path.realpath(path) if os.path.exists(path) else name
 
@@ -383,7 +386,7 @@ def folder_errors_reported(folder: Path) -> AbstractContextManager[None]:
 
 
 def check_creatable(path: Path, key: str) -> None:
-    """Raise ConfigError if no folder can be created at `path` (given by `key`), before any work
+    """Raise ConfigError if no folder can be created at `path` (the value of `key`), before any work
     that would be lost."""
     try:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -406,12 +409,13 @@ def check_room(
 ) -> None:
     """Raise CheckpointError if the disk has no room for the checkpoints and export of a run.
 
-    While a checkpoint is written there is one more than are kept, and finally the exported model.
+    While a checkpoint is written, there is one more than are kept. At the end there is also the
+    exported model.
 
     Args:
-        weight_bytes: Of the trained weights in a checkpoint.
-        state_bytes: Of the optimizer's state in a checkpoint.
-        num_saves: Checkpoints that the whole run writes.
+        weight_bytes: Bytes of the trained weights in a checkpoint.
+        state_bytes: Bytes of the optimizer's state in a checkpoint.
+        num_saves: Number of checkpoints that the whole run writes.
     """
     num_there = len(list_checkpoints(path / CHECKPOINTS))
     most = settings.num_checkpoints + 1 + settings.keep_best
@@ -447,7 +451,8 @@ def values_of(decision: Decision) -> dict[str, Any]:
 
 
 def decision_of(values: Mapping[str, Any]) -> Decision:
-    """Read the result of `values_of`. Raises KeyError, TypeError or ConfigError for others."""
+    """Return the decision that `values_of` gave as `values`. Raises KeyError, TypeError or
+    ConfigError for other values."""
     options = dict(values)
     layout, stages = Layout(**options.pop("layout")), tuple(options.pop("stages"))
     names = "budget_bytes", "has_shrunk", "offload_weights"
@@ -469,8 +474,8 @@ class DamagedCheckpointError(CheckpointError):
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return complete checkpoint folders, oldest first, unverified and without unfinished ones
-    (`.tmp`)."""
+    """Return the folders of complete checkpoints, oldest first. Their files are not verified.
+    Unfinished checkpoints (`.tmp`) are left out."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
@@ -490,8 +495,8 @@ def step_of(checkpoint: Path) -> int:
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest intact checkpoint; None if there are no checkpoints.
 
-    Damaged ones are printed and skipped. Nothing is changed, as another process may be writing.
-    Raises CheckpointError if all are damaged.
+    Damaged checkpoints are printed and skipped. Nothing is changed, as another process may be
+    writing. Raises CheckpointError if all checkpoints are damaged.
     """
     found = list_checkpoints(folder)
     for path in reversed(found):
@@ -519,7 +524,7 @@ def remove_old(folder: Path, num_kept: int, best_step: int = 0) -> None:
 
 
 def remove_from(folder: Path, step: int) -> None:
-    """Remove the checkpoints of a step and later ones, left when a run has gone back."""
+    """Remove the checkpoints of `step` and later steps, which are left if a run has gone back."""
     _remove(one for one in list_checkpoints(folder) if step_of(one) >= step)
 
 

@@ -93,7 +93,7 @@ class RunModel:
         return cls(*known, cost_model_of(config, shape, machine, launch.num_processes, packed))
 
     def decided(self, decision: Decision) -> RunModel:
-        """Return a copy with the cost model of a run's decision."""
+        """Return a copy with the cost model of the options and layout of `decision`."""
         if self.cost is None:
             return self
         return replace(self, cost=model_of_run(self.cost, decision))
@@ -104,8 +104,8 @@ class RunModel:
         return _architecture_of(self.config)
 
     def even_stages(self, layout: Layout) -> tuple[int, ...]:
-        """Return the layers of each pipeline stage, as equal as possible, for a model whose work
-        cannot be counted; () without a pipeline.
+        """Return the number of layers of each pipeline stage, as equal as possible, if the work of
+        layers is unknown; () without a pipeline.
 
         Raises ConfigError if there are fewer layers than stages.
         """
@@ -163,8 +163,8 @@ def longest_of(
     config: RunConfig, model: RunModel, data: Mapping[str, DataSet | StreamSet],
     checkpoint: Checkpoint | None,
 ) -> int:  # fmt: skip
-    """Return the tokens of the run's longest sequence if the model's RoPE is of type longrope,
-    which chooses its factors by that length, and print the choice; else data.max_seq_len.
+    """Return data.max_seq_len or, for RoPE of type longrope, the tokens of the run's longest
+    sequence. Longrope chooses its factors by that length; the choice is printed.
 
     Raises CheckpointError if the resumed run has chosen other factors.
     """
@@ -194,8 +194,8 @@ def longest_of(
 def planned_config(
     model: ModelConfig, source: str, known: Mapping[str, Any] | None, longest: int
 ) -> Any:
-    """Return a model's config, with `model.config` and `model.rope` (for `longest` tokens) applied.
-    `known`: its values, if `source` has none. Raises UserError."""
+    """Return the model's transformers config with `model.config` and `model.rope` (for `longest`
+    tokens) applied. Raises UserError. `known`: the config's values, used instead of `source`."""
     if known is None:
         config = read_config(source, changes=model.config, as_floats=True)
     else:
@@ -207,26 +207,26 @@ def planned_config(
 
 
 def planned_shape(model: ModelConfig, config: Any, source: str, longest: int) -> ModelShape:
-    """Return the shape of a planned model. Raises UserError if `furlong train` would refuse it for
-    any weights and data."""
+    """Return the shape of a planned model. Raises UserError if `furlong train` would refuse the
+    model whatever its weights and data."""
     check_packed(config, source, model.quantize, has_adapters=model.lora is not None)
     check_twin(check_decoder(config, source, model.quantize, max_seq_len=longest))
     return describe(config, source)
 
 
 def step_size(settings: TrainConfig) -> StepSize:
-    """Return the size of a run's global batches, as a number of units or of tokens."""
+    """Return the size of a run's global batches: a number of tokens, or of sequences or pairs."""
     return StepSize(settings.sequences_per_step, settings.tokens_per_step)
 
 
 def choose_run_plan(
     config: RunConfig, model: RunModel, train: DataSet | StreamSet, storage: Storage
 ) -> Decision:
-    """Return the options and the layout of a run over `train`. With a pipeline or pools (layouts
-    with sp > 1), the decision also has the memory budget for planning single batches.
+    """Return the options and the layout of a run over `train`. With pp > 1 or sp > 1, the decision
+    also has the memory budget, by which the plan of each batch is chosen later.
 
     Raises ConfigError if a budget, offload or method is given and no plan is predicted to fit, if
-    no layout has the given sizes, and if `chunks.sample` would leave out no chunk of the data.
+    no layout has the given sizes, or if `chunks.sample` would leave out no chunk of the data.
     """
     given, budget = _given(config, train, model), model.budget(config)
     if model.cost is None:
@@ -291,8 +291,8 @@ def _searched(
 def _uncounted(
     config: RunConfig, train: DataSet | StreamSet, given: dict[str, Any], model: RunModel
 ) -> Decision:
-    """Decide by fixed rules, for a model whose work cannot be counted. Raises ConfigError if
-    `chunks.method` names a method: methods need a cost model."""
+    """Return a decision by fixed rules, for a model whose work cannot be counted. Raises
+    ConfigError if `chunks.method` names a method: methods need a cost model."""
     if config.chunks.method != "auto":
         raise ConfigError(
             given=f"chunks.method = {config.chunks.method} and {model.uncounted}",
@@ -315,14 +315,14 @@ def _uncounted(
 
 
 def _are_all(given: Mapping[str, Any]) -> bool:
-    """Whether `given` has all options."""
+    """Whether `given` has all options that its order of chunks needs."""
     options = SEARCHED_OPTIONS if given.get("order") == "chunk-first" else OPTION_NAMES
     return all(name in given for name in options)
 
 
 def _given(config: RunConfig, train: DataSet | StreamSet, model: RunModel) -> dict[str, Any]:
-    """Return the options of the run file, and those that a two-phase loss requires. Chunks are
-    sampled with the run's seed."""
+    """Return the options that the run file gives, and those that a loss in two phases requires (see
+    `Objective.in_two_phases`). Chunks are sampled with the run's seed."""
     given = given_options(config)
     if objective_of(config.train).in_two_phases(model.launch.num_processes):
         return given | {"order": "chunk-first", "num_retained": 0}
@@ -340,8 +340,8 @@ def _given(config: RunConfig, train: DataSet | StreamSet, model: RunModel) -> di
 
 
 def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> BatchPlans | None:
-    """Return the planners of single batches for a run with pools or a pipeline; None for other runs
-    and for a model whose work cannot be counted."""
+    """Return the planners that plan each batch anew, for a run with sp > 1 or pp > 1; None for
+    other runs and without a cost model."""
     if decision.budget_bytes is None or model.cost is None:
         return None
     layout = decision.layout
@@ -356,9 +356,9 @@ def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> Ba
 
 
 def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -> Storage:
-    """Return budgets and folder of offloaded tensors, for one of the `num_local` processes of this
-    machine. The default folder is the run's. Raises ConfigError for budgets and targets that do not
-    exist on a CPU, and if no file can be created in the folder."""
+    """Return the limits and the folder of offloaded tensors, for one of the `num_local` processes
+    of this machine. The default folder is the run's. Raises ConfigError if a budget or target does
+    not exist on a CPU, or if no file can be created in the folder."""
     offload = config.offload
     cpu_bytes, disk_bytes = offload_budgets(
         offload, config.memory.cpu, config.memory.disk,

@@ -17,7 +17,7 @@ from furlong.train.evaluation import evaluating
 
 
 def encode_prompts(config: RunConfig, tokenizer: Any) -> list[tuple[str, list[int]]]:
-    """Return text and token ids of each of `log.samples`. Raises ConfigError for invalid ones."""
+    """Return text and token ids of each of `log.samples`. Raises ConfigError if one is invalid."""
     most = config.data.max_seq_len - config.log.sample_tokens
     prompts = []
     if config.log.samples and isinstance(tokenizer, NoTokenizer):
@@ -43,7 +43,7 @@ def encode_prompts(config: RunConfig, tokenizer: Any) -> list[tuple[str, list[in
 
 
 def _rendered(config: RunConfig, messages: Any, tokenizer: Any, number: int) -> str:
-    """Render messages by the chat template, with the generation prompt."""
+    """Return the text of the messages by the chat template, with the generation prompt."""
     if not tokenizer.chat_template:
         raise _refused(
             number,
@@ -104,7 +104,7 @@ def write_samples(
     reshard: bool = False,
 ) -> list[tuple[str, str]]:
     """Generate at most `num_tokens` after each prompt; return (prompt, generated text) pairs,
-    special tokens included. Modes and random generators are restored.
+    special tokens included. Train modes and random generators are restored.
 
     Args:
         chunk_size: Tokens per prefill chunk; None: prompts are read at once.

@@ -26,10 +26,11 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 def open_run(
     stack: ExitStack, config: RunConfig, *, resume: bool, processes: Processes = ALONE
 ) -> RunFolder:
-    """Check a run and open its folder, locked until `stack` closes if there is a run to resume.
+    """Check a run and open its folder, which is locked until `stack` closes if there is a run to
+    resume.
 
-    A run that the launcher has restarted is resumed. Raises UserError, on all processes, for
-    invalid launches, packages, paths and run folders.
+    A run that the launcher has restarted is resumed. Raises UserError, on all processes, if the
+    launch, a package, a path or the run folder is invalid.
     """
     launch = processes.launch
     if launch.num_processes > 1:
@@ -59,7 +60,7 @@ def check_alone() -> None:
 
 
 def check_run(config: RunConfig, num_processes: int) -> None:
-    """Raise ConfigError for settings that do not work with this number of processes, on any
+    """Raise ConfigError for settings that cannot work with this number of processes, whatever the
     machine."""
     objective_of(config.train).check(config, num_processes)
     if _has_packed_states(config) and num_processes > 1 and config.parallel.pp != num_processes:
@@ -78,7 +79,7 @@ def check_run(config: RunConfig, num_processes: int) -> None:
 
 
 def _whole_weights(config: RunConfig, num_processes: int) -> str:
-    """Return advice, as the start of a sentence, to set parallel.pp so that each process has whole
+    """Return the start of a sentence that advises to set parallel.pp, so that no process shards the
     weights of its stage; "" if weights are offloaded, which excludes pipelines."""
     if offloads_weights(config.offload):
         return ""
@@ -133,7 +134,7 @@ def _has_packed_states(config: RunConfig) -> bool:
 
 
 def _check_optimizer(config: RunConfig) -> None:
-    """Raise ConfigError for an optimizer of a package that is not installed."""
+    """Raise ConfigError if the package of the optimizer is not installed."""
     name = config.train.optimizer
     if not _has_packed_states(config):
         return
@@ -148,8 +149,8 @@ def _check_optimizer(config: RunConfig) -> None:
 
 
 def _check_apart(data: str, config: RunConfig) -> None:
-    """Raise ConfigError for a data folder that the run writes to: its files would change the data
-    for a resume."""
+    """Raise ConfigError if the run writes into the data folder `data`: a resume would read the
+    written files as data."""
     folder = Path(data).expanduser().resolve()
     for key, written in (("out", config.out), ("data.cache_dir", config.data.cache_dir)):
         path = Path(written or os.devnull).expanduser().resolve()

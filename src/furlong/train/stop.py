@@ -75,9 +75,9 @@ class QuietEnd(_Handler):
 class StopRequest(_Handler):
     """Context manager: record stop signals without acting on them.
 
-    A second Ctrl-C acts as before, usually ending the process. Other signals never do, so that a
-    scheduler that sends several does not cost a checkpoint. A caller's handlers of signals other
-    than SIGTERM and SIGINT stay in place.
+    A second Ctrl-C is handled as outside of this context, usually by ending the process. Other
+    signals never end it, so that a scheduler that sends several does not cost a checkpoint. A
+    caller's handlers of signals other than SIGTERM and SIGINT stay in effect.
     """
 
     signal_name: str | None = None

@@ -243,7 +243,7 @@ class Trainer:
         self.cadence = Cadence.of(config.train, self.num_steps, per_epoch)
 
     def _choose_plan(self) -> None:
-        """Set `decision`: the resumed run's if it is still valid, else the first process's."""
+        """Set `decision` (options, layout): the resumed run's if still valid, else a new one."""
 
         def choose() -> Decision:
             decision = choose_run_plan(self.config, self.run_model, self.train_data, self.storage)
@@ -364,7 +364,7 @@ class Trainer:
         """Train, evaluate and export; return the report. If a signal stops the run, save a
         checkpoint (unless checkpoints are off) and return None.
 
-        A step's checkpoint is saved before its evaluation, so a resumed run evaluates it again.
+        A step's checkpoint is saved before its evaluation, so a resumed run repeats the evaluation.
         """
         if self.run.report is not None:
             return self.run.report
@@ -464,8 +464,8 @@ class Trainer:
         return figures
 
     def gradients(self, batch: TrainBatch, step: int) -> StepResult:
-        """Compute gradients of the global batch's mean loss, in chunks that fit. Each attempt
-        samples chunks, if any, with the same seed, that of the step."""
+        """Compute gradients of the global batch's mean loss, in chunks that fit. If chunks are
+        sampled, each attempt at a step uses the same seed."""
 
         def call(options: ChunkOptions) -> StepResult:
             self.used.restart()
@@ -609,9 +609,10 @@ class Trainer:
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Load a `state_dict` of a trainer with the same layout. A collective. The next checkpoint
-        replaces those of later steps.
+        replaces the checkpoints of later steps.
 
-        Raises CheckpointError on all processes, before any change, if `values` does not fit."""
+        Raises CheckpointError on all processes, before any change, if `values` does not fit.
+        """
         state = self.state_dict()
         progress = self.processes.together(partial(progress_of, values, state, self._num_batches))
         known, own = dict(values["tensors"]), state["tensors"]
@@ -710,7 +711,7 @@ class Trainer:
             self.log = stack.enter_context(log)
 
     def _next_batch(self, batches: Iterator[TrainBatch]) -> tuple[TrainBatch, float]:
-        """Return the next batch with a label, and the seconds until it was there. Batches without
+        """Return the next batch with a label, and the seconds spent waiting for it. Batches without
         labels are skipped and counted."""
         started_s = time.perf_counter()
         while (batch := next(batches)).num_valid_tokens == 0:
@@ -774,7 +775,7 @@ class Trainer:
         return report
 
     def _record_options(self, options: ChunkOptions) -> bool:
-        """Write the current options to the run folder; return whether a resume takes them."""
+        """Write the current options to the run folder; return whether a resume would use them."""
         if is_ours(self.run.path):
             write_json(self.run.path / OPTIONS, values_of(shrunk(self.decision, options)))
         return holds_run(self.run.path)
