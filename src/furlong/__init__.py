@@ -51,8 +51,8 @@ __all__ = [
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """False for what torchao logs as transformers imports it, wherever it is installed: which of
-    its kernels are for other machines, and that torch will soon not need what it does."""
+    """Return False for what torchao logs whenever transformers imports it: which of its kernels are
+    for other machines, and that torch will soon not need what it does."""
     return not record.getMessage().startswith(("Failed to load", "<enum "))
 
 

@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def model(self) -> HFDecoder:
-        """The model's adapter."""
+        """The wrapped model, as the engine runs it in chunks."""
         return self._session.model
 
     @property
@@ -173,8 +173,8 @@ class Engine:
 
     def close(self) -> None:
         """Free the memory, threads, file and process groups that calls on this model, also through
-        `furlong.chunked`, keep for the next one, which recreates them. With several pipeline stages
-        all processes call it. Tensors between a forward and its backward stay."""
+        `furlong.chunked`, keep for the next call. That call creates them again. With several
+        pipeline stages all processes call this. Tensors between a forward and its backward stay."""
         with self._session.alone():
             self._session.state.close()
         if self.model.device.type == "cuda":
@@ -259,8 +259,8 @@ class Engine:
         watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
     ) -> StepResult:
-        """See `run`. `make` returns plan and sequences; an error that it raises on one process is
-        raised on all. It is called again if the model is new on another process."""
+        """Run a plan as `run` does. `make` returns plan and sequences; an error of `make` on one
+        process is raised on all. `make` runs again if the model is new on another process."""
         session = self._session
 
         def read() -> tuple[tuple[ChunkPlan, Batch], Facts, int]:

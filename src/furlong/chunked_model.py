@@ -235,7 +235,8 @@ def _caches(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _makes_cache(decoder: Any, given: Mapping[str, Any]) -> bool:
-    """Whether transformers would make a cache; it then does not detect packed sequences."""
+    """Whether transformers would make a cache, in which case it does not detect packed
+    sequences."""
     if getattr(decoder, "gradient_checkpointing", False) and decoder.training:
         return False
     use_cache = given.get("use_cache")
@@ -275,7 +276,7 @@ def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
 
 
 def _joined(input_ids: Tensor, starts: list[int], states: list[Tensor]) -> Tensor:
-    """Scatter sequences (t, D) to flat offsets `starts` of a zero tensor (B, T, D)."""
+    """Return a zero tensor (B, T, D) with sequences (t, D) written to its flat offsets `starts`."""
     if len(states) == 1 and input_ids.shape == (1, len(states[0])):
         return states[0][None]
     # if only a head trains, gradients at padding must reach this node all the same
@@ -287,7 +288,7 @@ def _joined(input_ids: Tensor, starts: list[int], states: list[Tensor]) -> Tenso
 class _Joined(torch.autograd.Function):
     """Scatters sequences into (B * T, D), with 0 at padding.
 
-    All gradients pass this node, so one at padding is always refused.
+    All gradients pass this node, so a gradient at padding is always refused.
     """
 
     @staticmethod
@@ -301,7 +302,8 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Raise DataError for a gradient at padding, except NaN and inf of an overflowed loss."""
+        """Return the sequences' gradients. Raise DataError for a gradient at padding, except NaN
+        and inf of an overflowed loss."""
         gaps = zip([0, *ctx.stops], [*ctx.starts, len(grad)], strict=True)
         padding = torch.cat([grad[start:stop] for start, stop in gaps])
         if bool(padding.nan_to_num(0, 0, 0).any()):

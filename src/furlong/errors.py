@@ -42,7 +42,7 @@ def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tup
 
 
 def difference_words(found: Mapping[str, tuple[Any, Any]], where: str) -> str:
-    """Return the first keys of a result of `differing` as text: `key = own, WHERE other`."""
+    """Return the first entries in a result of `differing` as text: `key = own, WHERE other`."""
     shown = [
         f"{key} = {_shown(own)}, {where} {_shown(other)}"
         for key, (own, other) in list(found.items())[:_MAX_NAMED]
@@ -188,7 +188,8 @@ def first_error(error: ValidationError) -> str:
 
 
 def look_up(name: str, known: Mapping[str, _T], *, kind: str, source: str) -> _T:
-    """Return the value of a name, ignoring case. Raises ConfigError that suggests a known name."""
+    """Return the value of a name in `known`, ignoring case. Raises ConfigError, which suggests a
+    known name and calls it a `kind`."""
     by_lower = {key.lower(): key for key in known}
     key = by_lower.get(name.strip().lower())
     if key is not None:

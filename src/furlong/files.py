@@ -90,7 +90,7 @@ def remove_stale(folders: Iterable[Path]) -> None:
 
 
 def publish(aside: Path, folder: Path) -> None:
-    """Flush everything in a folder to disk, then rename it."""
+    """Flush everything in the folder `aside` to disk, then rename it to `folder`."""
     for path in (*aside.rglob("*"), aside):
         sync(path)
     os.rename(aside, folder)
@@ -137,7 +137,7 @@ class SummedFile:
         return whole.nbytes
 
     def checksum(self) -> str:
-        """Return the checksum of the bytes so far: that of the function `checksum` for the file."""
+        """Return the checksum of the bytes so far, as the function `checksum` does for a file."""
         return self._checksum.hexdigest()
 
     def __getattr__(self, name: str) -> Any:
@@ -173,8 +173,8 @@ def os_errors_told(
 
 
 def _os_error(error: OSError | SafetensorError) -> OSError | None:
-    """Return the operating system's error, or None; safetensors has only its text, which is read
-    for a full disk."""
+    """Return the operating system's error, or None. safetensors passes on only the error's text,
+    which is searched for that of a full disk."""
     if isinstance(error, OSError):
         return error
     full = (number for number in FULL_DISK if os.strerror(number) in str(error))

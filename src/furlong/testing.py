@@ -90,5 +90,5 @@ def total_norm(grads: Mapping[str, Tensor]) -> float:
 
 
 def total_relative_error(given: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """Return the relative error over all parameters together."""
+    """Return the relative error, in the L2 norm, of all gradients together."""
     return total_norm({n: given[n] - truth[n] for n in truth}) / total_norm(truth)

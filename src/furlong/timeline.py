@@ -1,4 +1,4 @@
-"""The timeline of a step: when each action ran, measured by the executor or simulated.
+"""The timeline of a step: when each action of its plan ran, measured by the executor or simulated.
 
 A run writes its timeline and plan to a file in its folder at its first step, at each step with a
 checkpoint, and at its last step.
@@ -62,7 +62,8 @@ class Timeline:
         return max((r.device_bytes for r in self.records), default=0)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Return seconds per kind (`F`, `R`, `B`, `K`, `send`, ..., `copy`), summed over ranks."""
+        """Return the seconds of each kind of action, summed over ranks: `F` (forward), `R`
+        (recompute), `B` (backward), `K` (K,V again), `send`, ..., `copy`."""
         seconds: dict[str, float] = defaultdict(float)
         for record in self.records:
             word = record.text.split()[0]
@@ -82,7 +83,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, rows: object) -> Timeline:
-        """Read the result of `to_json`. Raises ValueError or UserError for other values."""
+        """Read the result of `to_json`. Raises ValueError or UserError for any other value."""
         if not isinstance(rows, list):
             raise ValueError(f"a {type(rows).__name__} in the place of a list of records")
         return cls(tuple(map(_read_record, rows)))
@@ -108,14 +109,14 @@ class MeasuredStep(NamedTuple):
     timeline: Timeline
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values that `read_measured` reads."""
+        """Return the step as plain values for JSON, which `read_measured` reads back."""
         plan = json.loads(save_plan(self.plan))
         records = self.timeline.to_json()
         return {"version": _VERSION, "step": self.step, "plan": plan, "records": records}
 
 
 def read_measured(file: Path) -> MeasuredStep:
-    """Read the measured step of a run. Raises ConfigError for a missing or other file."""
+    """Read the measured step of a run. Raises ConfigError for a missing or invalid file."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("version") != _VERSION:

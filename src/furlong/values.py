@@ -24,7 +24,8 @@ TokenFunction = Callable[[Tensor, Tensor, Extras], Tensor]
 
 
 def log_prob(temperature: float = 1.0) -> TokenFunction:
-    """Log-probability of each label, with logits divided by `temperature`."""
+    """Return a token function that computes each label's log-probability, with logits divided by
+    `temperature`."""
     _require_temperature(temperature)
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
@@ -34,7 +35,8 @@ def log_prob(temperature: float = 1.0) -> TokenFunction:
 
 
 def entropy(temperature: float = 1.0) -> TokenFunction:
-    """Entropy of each token's distribution in nats, with logits divided by `temperature`."""
+    """Return a token function that computes the entropy of each token's distribution in nats, with
+    logits divided by `temperature`."""
     _require_temperature(temperature)
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
@@ -45,7 +47,7 @@ def entropy(temperature: float = 1.0) -> TokenFunction:
 
 
 def log_sum_exp() -> TokenFunction:
-    """Log-sum-exp of each token's logits; a z-loss is its square."""
+    """Return a token function that computes the logits' log-sum-exp; a z-loss is its square."""
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
         return logits.logsumexp(-1)
@@ -54,8 +56,8 @@ def log_sum_exp() -> TokenFunction:
 
 
 def mean_logit() -> TokenFunction:
-    """Mean logit of each token. For label smoothing: mean_logit - log_sum_exp is the mean of all
-    log-probabilities."""
+    """Return a token function that computes the mean logit. For label smoothing: mean_logit -
+    log_sum_exp is the mean of all log-probabilities."""
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
         return logits.mean(-1)
@@ -66,9 +68,9 @@ def mean_logit() -> TokenFunction:
 def top_k_kl(
     ids: str = "teacher_ids", log_probs: str = "teacher_log_probs", temperature: float = 1.0
 ) -> TokenFunction:
-    """KL(teacher || model) of each token, over the teacher's top k ids and one other outcome.
+    """Return a token function for KL(teacher || model) over the teacher's top k ids and a rest.
 
-    The other outcome has the probability that is missing to 1, in the teacher and in the model.
+    The rest is one outcome with the probability that is missing to 1, in teacher and model.
 
     Args:
         ids: Name of the extra with the teacher's ids, (T, k) int64.
@@ -92,7 +94,8 @@ def top_k_kl(
 
 
 def stack(*functions: TokenFunction) -> TokenFunction:
-    """Concatenate the values of several functions to (t, k), in one pass through the head."""
+    """Return a token function that concatenates the values of several functions to (t, k), in one
+    pass through the head."""
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
         found = [function(logits, labels, extras) for function in functions]
@@ -117,7 +120,7 @@ def require_function(function: object, name: str) -> None:
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """Append the log-probability of all other ids to log-probabilities (t, k): (t, k + 1)."""
+    """Return log-probabilities (t, k + 1): those given, (t, k), and that of all other ids."""
     tiny = torch.finfo(log_probs.dtype).tiny
     rest = (1 - log_probs.double().exp().sum(-1, keepdim=True)).clamp(min=tiny).log()
     return torch.cat([log_probs, rest.to(log_probs.dtype)], dim=-1)

@@ -113,8 +113,8 @@ def build_subject(
     *,
     storage: Storage | None = None,
 ) -> Subject:
-    """Return a random model of a shrunk transformers config, as a subject. Adapters are not zero,
-    and have no dropout."""
+    """Return a subject with a random model of a shrunk transformers config. Its adapters are not
+    zero, and have no dropout."""
     with TemporaryDirectory() as folder, Float64():  # tables made once are float64, too
         config.save_pretrained(folder)
         own = None if lora is None else {**lora, "dropout": 0.0}
@@ -232,8 +232,8 @@ def _without_labels(batch: TokenSequences, changed: int) -> TokenSequences:
 
 
 def _with_another_token(batch: TokenSequences, changed: int) -> TokenSequences:
-    """Change an early and a late token: a sliding window may hide the early one from all labels and
-    from the next sequence."""
+    """Return the batch with an early and a late token of sequence `changed` replaced: a sliding
+    window may hide the early one from all labels and from the next sequence."""
     batch = [dict(sequence) for sequence in batch]
     input_ids = batch[changed]["input_ids"].clone()
     for place in (2, -3):

@@ -1,4 +1,4 @@
-"""Fit the cost model's rates to measured actions.
+"""Fit the cost model's rates to the measured seconds of actions, such as the forward of a chunk.
 
 Seconds are linear in the inverse rates. A column of the linear system is what the cost model itself
 predicts for each action with one inverse rate set to 1 and the others to 0. Where kernel launches
@@ -66,8 +66,8 @@ def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
 def _fit_hidden(
     stages: Array, heads: Array, measured: Array, found: Array, names: Sequence[str]
 ) -> Array:
-    """Fit coefficients if a pass takes the maximum of work and launch time in `stages`, plus
-    `heads`. `found`: initial coefficients."""
+    """Fit coefficients where launches overlap with work: a pass takes the longer of the two in the
+    layers (`stages`), plus the time of the head (`heads`). `found`: initial coefficients."""
     is_work = np.array([name not in _LAUNCHES for name in names])
     for _ in range(_ROUNDS):
         launched = stages[:, ~is_work] @ found[~is_work] > stages[:, is_work] @ found[is_work]
@@ -79,7 +79,8 @@ def _fit_hidden(
 
 
 def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tuple[Array, Array]:
-    """Return columns (actions, names) and measured seconds (actions,) of actions that compute."""
+    """Return the linear system of the actions that compute: columns (actions, names), and measured
+    seconds (actions,)."""
     rows, measured = [], []
     for sample in samples:
         columns: dict[str, Array] = {}
@@ -100,8 +101,8 @@ def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tu
 
 
 def _only(spec: Machine, name: str, **changed: float) -> Machine:
-    """Return a machine on which every term but `name` is free, and that one has rate 1;
-    `changed`: fields of its `Efficiency`."""
+    """Return a machine on which only the term `name` takes time, at rate 1; `changed`: fields of
+    its `Efficiency`."""
     free: dict[str, Any] = dict.fromkeys(EFFICIENCIES, _NO_COST)
     free |= dict.fromkeys(_LAUNCHES, 0.0) | {_BYTES: inf, "peak_flops_per_s": 1.0}
     if name in EFFICIENCIES:

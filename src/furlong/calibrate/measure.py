@@ -1,7 +1,7 @@
 """Measurements without a plan: peak FLOP/s of a CPU, optimizer, copies and collectives.
 
-Latency and bandwidth of a link are fitted by a line to the seconds of a few sizes. All processes
-that torchrun has started measure collectives together.
+Latency and bandwidth of a link are those of a line that is fitted to the seconds of a few sizes.
+All processes that torchrun has started measure collectives together.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def optimizer_rate(model: Any, device: torch.device) -> float:
 
 
 def copy_links(device: torch.device, disk_dir: Path) -> dict[str, Link]:
-    """Measure the links from a device to "disk" and, for a GPU, to "host", with the pools' puts and
-    gets.
+    """Measure the links from a device to "disk" and, for a GPU, to "host", by copies to and from
+    the pools that hold offloaded tensors.
 
-    Raises ConfigError for a `disk_dir` that cannot hold the file.
+    Raises ConfigError for a `disk_dir` that cannot hold the pool's file.
     """
     links = {"disk": _link(lambda: DiskPool(disk_dir, device), device)}
     if device.type == "cuda":
@@ -72,7 +72,7 @@ def copy_links(device: torch.device, disk_dir: Path) -> dict[str, Link]:
 
 
 def _link(open_pool: Callable[[], Pool], device: torch.device) -> Link:
-    """Measure a pool in both directions, and return the link of the slower one."""
+    """Measure copies to a pool and back from it, and return the link of the slower direction."""
     directions: dict[str, list[float]] = {"out": [], "back": []}
     for num_bytes in _RECORD_BYTES:
         x = torch.zeros(num_bytes // 4, device=device)
@@ -86,7 +86,8 @@ def _link(open_pool: Callable[[], Pool], device: torch.device) -> Link:
 
 
 def _round_trip_s(pool: Pool, x: Tensor, count: int) -> tuple[float, float]:
-    """Measure the seconds of `count` puts, and of as many gets with the next one prefetched."""
+    """Measure the seconds of `count` copies into a pool, and of as many back, each prefetched
+    during the one before it."""
     started_s = time.perf_counter()
     handles = [pool.put(x) for _ in range(count)]
     pool.get(handles[-1]).release()  # waits for the last write
@@ -177,7 +178,7 @@ def collective_links(device: torch.device) -> dict[str, Link]:
 
 
 def _moved_bytes(name: Collective, num_bytes: int) -> float:
-    """Return the bytes that a device sends if the collective's larger buffer has `num_bytes`."""
+    """Return how many bytes a device sends if the collective's larger buffer has `num_bytes`."""
     if name == "p2p":
         return num_bytes
     size = dist.get_world_size()
@@ -223,8 +224,8 @@ def _call(name: Collective, num_bytes: int, device: torch.device) -> Callable[[]
 
 
 def _attention_ways(num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that runs the two all-to-alls of an attention layer, q, k, v to the heads
-    and the output back, packed as in a layer, with about `num_bytes` in all."""
+    """Return a function that runs both all-to-alls of sequence-parallel attention (q, k, v to the
+    heads' processes, the output back), packed as in a layer, with about `num_bytes` in all."""
     size, rank = dist.get_world_size(), dist.get_rank()
     num_tokens = max(1, num_bytes // (4 * 4 * size * _HEAD_DIM))
     chunk = Chunk((Slice(0, 0, num_tokens * size, Place(0, size)),))
@@ -249,7 +250,7 @@ def _renamed(name: str, before: str) -> Callable[..., object]:
 
 
 def _to_the_next(wide: torch.Tensor, other: torch.Tensor, rank: int, size: int) -> None:
-    """Send to the next process and receive from the previous one."""
+    """Send `wide` to the next process, and receive `other` from the previous one."""
     operations = [
         dist.P2POp(dist.isend, wide, (rank + 1) % size),
         dist.P2POp(dist.irecv, other, (rank - 1) % size),

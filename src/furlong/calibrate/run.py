@@ -92,8 +92,8 @@ class Trial:
 
 
 def trials(largest: int) -> list[Trial]:
-    """Return the trials, fitted ones before held-out ones; `largest`: tokens of the largest
-    chunk."""
+    """Return the trials, fitted ones before held-out ones; `largest`: the number of tokens in the
+    largest chunk."""
 
     def trial(
         subject: TrialModel, lengths: tuple[float, ...], size: float, held_out: bool = False,
@@ -167,7 +167,7 @@ def own_config(config: Any, num_layers: int) -> Any:
 
 
 def narrow_config(shape: ModelShape, num_layers: int) -> Any:
-    """Return the config of a narrow model with heads of the same size."""
+    """Return the config of a narrow model with heads of the same size as those of `shape`."""
     from transformers import Qwen2Config
 
     hidden = _NARROW_HEADS * shape.head_dim
@@ -218,7 +218,7 @@ class Bench:
         self._clock = clock if clock is time.perf_counter else lambda: clock() + pools.waited_s
 
     def run(self, seq_lens: Sequence[int], options: ChunkOptions) -> MeasuredPlan:
-        """Run one step without an optimizer, and drop the gradients."""
+        """Measure one step without an optimizer, and drop the gradients."""
         plan = self._engine.plan(seq_lens, options)
         self._model.zero_grad(set_to_none=True)
         tidy()
@@ -288,8 +288,8 @@ def calibrate(
     """Measure the machine of `device` with trial models of a transformers config.
 
     `dtype`: torch's name of the compute dtype, such as "bfloat16"; `disk_dir`: folder in which the
-    disk is measured. Return the calibrated machine and all trials. Raises UserError for a model
-    that cannot be trained or described.
+    disk is measured; `tell`: called with lines of progress. Return the calibrated machine and all
+    trials. Raises UserError for a model that cannot be trained or described.
     """
     started_s = time.monotonic()
     shape = describe(config)
@@ -356,7 +356,8 @@ def named_device(name: str) -> torch.device:
 
 
 def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -> int:
-    """Return the tokens of the trials' largest chunk, so that a round takes about `_ROUND_S`."""
+    """Return the number of tokens in the trials' largest chunk, with which one round of trials
+    takes about `_ROUND_S` seconds."""
     shape = model.shape
     per_token = 8 * (shape.num_active_parameters + shape.embedding_parameters)
     per_s = model.hardware.peak_flops_per_s * _SLOW_SHARE
@@ -391,8 +392,8 @@ def _fitted(
     spec: Machine,
     figures: dict[str, Any],
 ) -> tuple[Machine, tuple[TrialResult, ...]]:
-    """Fit rates and bytes to the trials; return `spec` with these and `figures`, and the trials'
-    results."""
+    """Fit time rates and memory terms to the trials. Return `spec` with these and the other
+    measurements (`figures`), and the trials' results."""
     is_cpu = spec.device_type == "cpu"
     if is_cpu:
         measured = _without_process(measured, models)
@@ -428,8 +429,8 @@ def _fitted(
 def _without_process(
     measured: dict[Trial, MeasuredPlan], models: dict[TrialModel, CostModel]
 ) -> dict[Trial, MeasuredPlan]:
-    """Subtract the process's own memory from peaks, as `memory.device` does: the median of the
-    bytes in use before a plan, minus the weights."""
+    """Return the measured plans with peaks from which the process's own memory is subtracted, as
+    `memory.device` does: the median of the bytes in use before a plan, minus the weights."""
     found = []
     for trial, m in measured.items():
         training = models[trial.subject].training
@@ -448,8 +449,8 @@ def _fit_memory(
     *,
     is_cpu: bool,
 ) -> dict[str, Any]:
-    """Fit memory fields of `Machine`: on a CPU bytes that the heap holds besides graphs, which are
-    counted exactly; on a GPU a factor on graphs, since torch allocates whole blocks."""
+    """Fit memory fields of `Machine`: on a CPU, the bytes that the heap holds besides graphs, which
+    are counted exactly; on a GPU, a factor on graphs, since torch allocates whole blocks."""
     terms = {"heap_blocks": 1.0, "heap_share": 1.0} if is_cpu else {"activation_factor": 2.0}
     nothing: dict[str, Any] = {name: value - 1 for name, value in terms.items()}
     rows = []

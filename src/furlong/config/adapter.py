@@ -49,8 +49,8 @@ def adapter_file(adapter: str, name: str) -> str:
 
 
 def with_keys_of_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `model.lora`, completed with those of the adapter that they name. Raises
-    ConfigError for values that are not the adapter's, and for an adapter that is not LoRA."""
+    """Return `model.lora`, completed with the settings of the adapter that it names. Raises
+    ConfigError for values that differ from the adapter's, and for an adapter that is not LoRA."""
     adapter = given["adapter"]
     file = adapter_file(adapter, ADAPTER)
     try:
@@ -95,7 +95,7 @@ def _equal(given: Any, own: Any) -> bool:
 
 
 def _last(names: Iterable[str]) -> list[str]:
-    """Return the last parts of dotted names, each once: PEFT writes whole names."""
+    """Return the last parts of dotted module names, sorted, each once: PEFT writes whole names."""
     return sorted({str(name).rpartition(".")[2] for name in names})
 
 

@@ -88,24 +88,25 @@ class Conversion:
         return None
 
     def own(self, given: _Given) -> _Given:
-        """Return the part of `given` that the recipe itself has, without defaults."""
+        """Return the keys in `given` that the recipe itself has, without the trainer's defaults."""
         return {name: value for name, value in given.items() if name in self.recipe.keys}
 
     def last(self, given: _Given) -> Any:
-        """Return the value of the last key that the recipe itself has, or else the default."""
+        """Return the value of the last key in `given` that the recipe itself has, or a default."""
         own = self.own(given)
         return [*own.values()][-1] if own else next(iter(given.values()))
 
     def theirs(self, target: str) -> Any:
-        """Return the recipe's value for one of our keys, or None, whatever the recipe names it."""
+        """Return the recipe's value, or the trainer's default, for furlong's key `target`; None if
+        there is neither."""
         return self.last(given) if (given := self.given.get(target)) else None
 
     def say(self, verdict: Verdict, names: Iterable[str]) -> None:
-        """Set the verdict on those keys that the recipe itself has."""
+        """Set the verdict on those of the keys `names` that the recipe itself has."""
         self.verdicts |= {name: verdict for name in names if name in self.recipe.keys}
 
     def take(self, target: str, value: Any) -> Verdict:
-        """Set the value of one of our keys, and return the verdict that says so."""
+        """Set furlong's key `target` to a value, and return the verdict that names the key."""
         self.run[target] = value
         return Verdict("ours", target)
 
@@ -117,9 +118,9 @@ def convert(
     *,
     config_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> Conversion:
-    """Return the run of a recipe, overridden by `flags` (values by our keys). `config_of` returns
-    the config of a model that is known by its name, else an empty one. Raises ConfigError for a
-    recipe of an unsupported loss, and for a run that lacks a required key."""
+    """Return the conversion of a recipe, overridden by `flags` (values by furlong's keys).
+    `config_of` returns the config of a model that is known by its name, else an empty one. Raises
+    ConfigError for a recipe of an unsupported loss, and for a run that lacks a required key."""
     made = Conversion(recipe, num_processes, flags or ())
     made.loss_given = (flags or {}).get("train.loss")
     for name, value in (recipe.defaults | recipe.keys).items():
@@ -150,7 +151,8 @@ _OFF = (None, False, 0, "", "false", "none", "no", "null", "off")
 
 
 def _verdict(name: str, value: Any) -> Verdict:
-    """Return the table's verdict on a key with that value; its text is our key if there is one."""
+    """Return the verdict of foreign.yaml on another trainer's key with that value; the verdict's
+    text is furlong's key if there is one."""
     answer = answer_to(name)
     if value is None or value in ("", [], {}):
         return _needless("it has no value")
@@ -194,7 +196,7 @@ def _offloads(value: Any) -> bool:
 
 
 def _read(made: Conversion, target: str, given: _Given) -> None:
-    """Convert the keys `given` to our key `target`, or record why not."""
+    """Convert the recipe's keys `given` to furlong's key `target`, or record why not."""
     try:
         if target.startswith("model.lora.") and (why := _lora_needless(made, target, given)):
             found: Any = _needless(why)
@@ -211,7 +213,7 @@ def _read(made: Conversion, target: str, given: _Given) -> None:
 
 
 def _put(made: Conversion, key: str, value: Any) -> None:
-    """Set one of our keys to a value of the command line, which replaces the recipe's."""
+    """Set furlong's `key` to a value of the command line, which replaces the recipe's."""
     made.run = {own: one for own, one in made.run.items() if not own.startswith(f"{key}.")}
     made.run[key] = value
     made.remarks.pop(key, None)
@@ -270,8 +272,8 @@ def _finish(made: Conversion) -> None:
 
 
 def _give_up(made: Conversion, error: ErrorDetails) -> bool:
-    """Remove a value that the schema refuses, the first of several, and return whether there is
-    one. Raises ConfigError for a value that only the user can fix."""
+    """Remove the first value that a schema error is about, and return whether there is one. Raises
+    ConfigError for a value that only the user can fix."""
     keys = error.get("ctx", {}).get("keys", key_at(error["loc"])).split(" and ")
     found = [key for own in keys for key in made.run if meet(key, own)]
     if not found or error["type"] == "missing":
@@ -292,7 +294,7 @@ def _give_up(made: Conversion, error: ErrorDetails) -> bool:
 
 
 def _word(target: str, value: Any) -> str:
-    """Return our word for another trainer's value."""
+    """Return furlong's word for another trainer's value of the key `target`."""
     word = str(value).lower().rpartition(".")[2]
     words: dict[str, list[str]] = foreign_table()["values"][target]
     return next((ours for ours, theirs in words.items() if word in theirs), word)
@@ -340,7 +342,7 @@ def _config_at_hand(name: Any) -> Mapping[str, Any]:
 
 
 def _check_positions(made: Conversion) -> None:
-    """Refuse a length beyond the positions of a local or known model."""
+    """Refuse a sequence length above max_position_embeddings of a local or known model."""
     config = _config_at_hand(made.run.get("model.name"))
     config = config.get("text_config") or config or made.known_config
     positions, length = config.get("max_position_embeddings"), made.run.get("data.max_seq_len")
@@ -387,8 +389,8 @@ def _adapters(made: Conversion, target: str, given: _Given) -> Any:
 
 
 def _lora_needless(made: Conversion, target: str, given: _Given) -> str:
-    """Return why an option of adapters is not needed, or empty text. Some trainers write them
-    although every weight is trained."""
+    """Return why an option of LoRA has no effect, or an empty text. Some trainers write such
+    options although every weight is trained."""
     if made.recipe.dialect == "torchtune" and made.own(given):
         made.run.setdefault("model.lora.rank", 8)
     if "model.lora.rank" not in made.run:
@@ -481,7 +483,8 @@ _OF_ROPE = ("rope_parameters", "rope_scaling")
 
 
 def _of_config(made: Conversion, keys: Mapping[str, Any], *, is_init: bool) -> Verdict | None:
-    """Take the keys of a model's config other than RoPE's; return the verdict on them, or None."""
+    """Set a model's config keys other than RoPE's; return the verdict on them, or None. `is_init`:
+    they are arguments of from_pretrained."""
     verdict, unread = None, []
     for key, value in keys.items():
         answer = _verdict(key, value)
@@ -496,8 +499,8 @@ def _of_config(made: Conversion, keys: Mapping[str, Any], *, is_init: bool) -> V
 
 
 def _scaled(made: Conversion, kind: str) -> dict[str, Any] | None:
-    """Return RoPE of a type with the factor that the sequence length needs; None if the model's
-    config or the length is unknown."""
+    """Return RoPE of the type `kind` with the factor that the sequence length needs; None if the
+    model's config or the length is unknown."""
     length = made.value("max_model_len", "cutoff_len", "max_length")
     config = _config_at_hand(made.run.get("model.name"))
     if not config or not isinstance(length, int):
@@ -585,7 +588,7 @@ _SHARING = re.compile(
 
 
 def _replicas(made: Conversion) -> int:
-    """Return how many processes have different sequences; 1 if unknown."""
+    """Return the number of data-parallel replicas, which have different sequences; 1 if unknown."""
     keys = made.recipe.keys
     inner = keys.get("parallelism_config")
     shared = 1
@@ -676,7 +679,7 @@ def _groups(made: Conversion, target: str, given: _Given) -> Any:
 
 
 def _saves(made: Conversion, target: str, given: _Given) -> Any:
-    """Return the number of steps between checkpoints or evaluations."""
+    """Return the number of steps between checkpoints or evaluations, or a verdict."""
     what = "save" if "save" in target else "eval"
     per_epoch = f"train.{what}s_per_epoch"
     if what == "eval" and not {"data.eval", "data.eval_share"} & made.run.keys():
@@ -864,8 +867,8 @@ def _train_on(made: Conversion, target: str, given: _Given) -> Any:
 
 
 def _fields(made: Conversion, target: str, given: _Given) -> Any:
-    """Return fields and roles of all sources, also from LLaMA-Factory's keys of dataset_info.json,
-    which some recipes contain."""
+    """Return `data.fields` for all sources: names of fields and roles. Some recipes give these by
+    the keys of LLaMA-Factory's dataset_info.json."""
     text, columns = given.get("dataset_text_field", "text"), given.get("columns") or {}
     fields: dict[str, Any] = {} if text == "text" else {"text": text}
     ours = {"query": "instruction", "response": "output", "images": ""}
@@ -924,7 +927,7 @@ def _sources(made: Conversion, target: str, given: _Given) -> Any:
 def _source(
     made: Conversion, key: str, keys: Mapping[str, Any], dialect: str = ""
 ) -> dict[str, Any]:
-    """Convert an entry of the recipe's list `key` to a source; record unknown keys."""
+    """Convert an entry (`keys`) of the recipe's list `key` to a source; record unknown keys."""
     table: dict[str, list[str]] = foreign_table()["sources"][dialect or made.recipe.dialect]
     source = {}
     for ours, theirs in table.items():
@@ -957,7 +960,7 @@ def _axolotl_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
 
 
 def _axolotl_source(made: Conversion, one: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the sources of an entry: one for each of its files."""
+    """Return the sources of one entry of axolotl's `datasets`: one source for each of its files."""
     usual: dict[str, list[Any]] = foreign_table()["usual of axolotl"]
     unusual = {
         name: value
@@ -1009,8 +1012,8 @@ _MEDIA = frozenset(("images", "videos", "audios"))
 
 
 def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    """Return the sources that LLaMA-Factory's names stand for, by dataset_info.json near the
-    recipe or, in its version 1, by a YAML file."""
+    """Return the sources that LLaMA-Factory's names of data sets stand for: by dataset_info.json
+    near the recipe or, in its version 1, by a YAML file."""
     names = given.get("dataset") or given["train_dataset"]
     names = names if isinstance(names, list) else [name.strip() for name in str(names).split(",")]
     is_list = str(names[0]).endswith((".yaml", ".yml"))
@@ -1056,7 +1059,7 @@ _DRAWN = "there the records of a limit are drawn at random, here they are the fi
 
 
 def _swift_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    """Return the sources of ms-swift: `id`, `id:subset#1000`, files and folders."""
+    """Return the sources in ms-swift's `dataset`: `id`, `id:subset#1000`, files and folders."""
     names = given["dataset"]
     found = []
     for name in names if isinstance(names, list) else [names]:
@@ -1072,7 +1075,7 @@ def _swift_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
 
 
 def _mixed_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    """Return the sources of a list or mapping of ids, each with its weight or number of records."""
+    """Return the sources of a mixture: data sets, each with its weight or number of records."""
     words = given.get("mixer_list") or given.get("dataset_mixer_list")
     if isinstance(mixer := given.get("dataset_mixer"), Mapping):
         words = [*chain.from_iterable(mixer.items())]
@@ -1136,7 +1139,7 @@ _FORMATS = {
 
 
 def _selected(made: Conversion, one: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a source of a mixture that may keep only some columns."""
+    """Return the source of an entry of TRL's mixture, which may keep only some columns."""
     source = _source(made, "datasets", one, "TRL")
     if columns := one.get("columns"):
         shape = {*columns} - {"tools", "chat_template_kwargs"}

@@ -11,7 +11,7 @@ Kind = Literal["ours", "needless", "lost", "refused"]
 
 
 class Verdict(NamedTuple):
-    """The verdict on a key of another trainer."""
+    """The answer to another trainer's key: furlong's key for it, or why there is none."""
 
     kind: Kind
     text: str
@@ -31,8 +31,8 @@ class Verdict(NamedTuple):
 
 @cache
 def foreign_table() -> dict[str, dict[str, Any]]:
-    """Return the sections of foreign.yaml: each answer with the keys that get it, and the trainers'
-    defaults."""
+    """Return the sections of foreign.yaml: verdicts with the keys that they are about, and the
+    trainers' defaults."""
     from ruamel.yaml import YAML
 
     text = files("furlong.config").joinpath("foreign.yaml").read_text(encoding="utf-8")
@@ -52,8 +52,8 @@ def _answers() -> dict[str, Verdict]:
 
 
 def answer_to(key: str) -> Verdict | None:
-    """Return the verdict on a key, or None. It is looked up whole, then by its last part, then by a
-    section around it that furlong lacks; case, `-` and `_` are ignored."""
+    """Return the verdict on a key, or None. The key is looked up whole, then by its last part, then
+    by a section around it that furlong lacks; case, `-` and `_` are ignored."""
     parts = key.lower().replace("-", "_").replace("_", "").split(".")
     answers = _answers()
     found = answers.get(".".join(parts)) or answers.get(parts[-1])

@@ -78,8 +78,8 @@ def unknown_flags(flags: Sequence[str], known: Sequence[str], prog: str) -> Conf
 
 
 def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
-    """Return advice for an unknown key; `known`: keys that may be meant. All have their sections in
-    front. `prefix`: what to write before a suggested key."""
+    """Return advice for an unknown key. `known`: keys that may be meant, all with their sections.
+    `prefix`: what to write before a suggested key."""
     key = key.lower().replace("-", "_")
     section, _, name = key.rpartition(".")
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}

@@ -39,7 +39,8 @@ class Recipe(NamedTuple):
 
     @property
     def loss_by_keys(self) -> str | None:
-        """The loss, if no key names it and others imply it; None: a key names it, or it is sft."""
+        """The loss that keys imply although none names it, such as dpo by `dpo_beta`; None if a key
+        names the loss, or if it is sft."""
         if self.dialect == "open-instruct" and self.keys.keys() & {"dpo_beta", "dpo_loss_type"}:
             return "dpo"
         if self.dialect != "TRL" or "stage" in self.keys:
@@ -304,13 +305,14 @@ def _is_script_of(program: str, file: str) -> bool:
 
 
 def _dialect_by(program: str, verb: str) -> Dialect | None:
-    """Return the trainer that two successive words start, in whatever folder the program is."""
+    """Return the trainer whose program (in any folder) and subcommand `verb` these are, or None."""
     dialect, verbs = _RUNNERS.get(program.rpartition("/")[2], (None, ()))
     return dialect if verb in verbs else None
 
 
 def _follow(blocks: list[str], words: Sequence[str]) -> None:
-    """Enter or leave a block of a script, such as `if`, whose commands may not run."""
+    """Update `blocks`, which are open, for a command that begins or ends a block, such as `if`,
+    whose commands may not run."""
     first = next(iter(words), "")
     if end := _BLOCKS.get(first, "}" * ("()" in "".join(words[:2]))):
         blocks.append(end)
@@ -327,7 +329,8 @@ def _names_in(words: Sequence[str]) -> list[str]:
 
 
 def _assign(words: Sequence[str], environment: dict[str, str]) -> None:
-    """Set a variable of a script to its value, or `name[@]` to the words of an array."""
+    """Set a variable of a script to its value in `environment`; an array's words are stored as
+    `name[@]`."""
     name, _, value = words[0].partition("=")
     given = _expanded(value, environment)
     is_more, name = name.endswith("+"), name.rstrip("+")
@@ -458,8 +461,8 @@ def _split_call(
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `--name value`, `--name=value`, `--name value value` and `--name`, and
-    those of `name=value` after a recipe's file, which is the value of `config`."""
+    """Return the values of `--name value`, `--name=value`, `--name value value` and `--name`. After
+    a recipe's file, which is the value of `config`, also return those of `name=value`."""
     keys: dict[str, Any] = {}
     name = ""
     for word in words:

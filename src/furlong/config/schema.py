@@ -46,7 +46,7 @@ _WORDS = {
 
 
 def words_of(error: ErrorDetails) -> str:
-    """Return which values a key accepts: pydantic's words, unless those name types of Python."""
+    """Return which values a key accepts, in pydantic's words unless these name types of Python."""
     told = re.sub("^Input should be |^Value error, ", "", error["msg"])
     words = _WORDS.get(error["type"], told)
     return words.replace("{max_length}", str(error.get("ctx", {}).get("max_length")))
@@ -112,8 +112,8 @@ OffloadChoice = (
 
 
 def told(**parts: str) -> PydanticCustomError:
-    """Return an error with parts of its message: `required` and `change`; optionally `given`, and
-    `keys` whose values do not fit each other, as `a and b`."""
+    """Return an error for validators to raise. Its parts are `required` and `change`; optionally
+    `given`, and `keys`: those whose values do not fit each other, as `a and b`."""
     return PydanticCustomError("told", "{required}", dict(parts))
 
 
@@ -123,7 +123,8 @@ def offloads_to(value: object, target: str) -> bool:
 
 
 def kept_offload(value: OffloadChoice) -> OffloadChoice:
-    """Return the part of a value of `offload` for kept tensors; "auto" for {weights: cpu} alone."""
+    """Return the choice in a value of `offload` for kept tensors, without weights; "auto" for
+    {weights: cpu} alone."""
     if not isinstance(value, dict):
         return value
     kept: OffloadChoice = {kind: target for kind, target in value.items() if kind != "weights"}
@@ -616,7 +617,7 @@ class FourBitsConfig(TypedDict):
 
 
 def _plain(value: FourBits | FourBitsConfig | None) -> FourBits | FourBitsConfig | None:
-    """Return the type alone if the scales are quantized too."""
+    """Return only the type if the scales are quantized too, which is the default."""
     return value["type"] if isinstance(value, dict) and value.get("double", True) else value
 
 
@@ -1022,12 +1023,12 @@ def _shown(value: Any) -> str:
 
 @cache
 def all_keys() -> dict[str, FieldInfo]:
-    """Return every key of a run, such as `train.lr`, and of its sections, with its field."""
+    """Return the pydantic field of every key of a run, such as `train.lr`, and of every section."""
     return _keys_of(RunConfig, "")
 
 
 def keys_below(key: str) -> list[str]:
-    """Return the names of the keys in a section, of a run if `key` is empty; none for a leaf."""
+    """Return the names of the keys in section `key`, or of a run if empty; [] for other keys."""
     names = [one.rpartition(".") for one in all_keys()]
     return [name for outer, _, name in names if outer == key]
 
@@ -1042,7 +1043,7 @@ def types_of(annotation: Any) -> list[Any]:
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of a key's section, also of one that may be null; None for a leaf."""
+    """Return the class of a section, also of one that may be null; None for any other field."""
     kinds = types_of(field.annotation)
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 

@@ -106,13 +106,13 @@ def check_sections(values: Mapping[Any, Any], source: str, outer: str = "") -> d
 
 
 class FlagParser(argparse.ArgumentParser):
-    """The argument parser of a verb, to which `read_flags` adds the keys of a run. It raises
-    ConfigError instead of exiting."""
+    """The argument parser of a subcommand (verb), to which `read_flags` adds the keys of a run. It
+    raises ConfigError instead of exiting."""
 
     def __init__(
         self, verb: str, *, takes: str, description: str, usage: str | None = None
     ) -> None:
-        """Create a parser; `takes`: the arguments of the verb, as errors name them."""
+        """Create a parser; `takes`: the arguments of the subcommand, as errors name them."""
         super().__init__(
             prog=f"furlong {verb}", usage=usage, allow_abbrev=False, description=description
         )
@@ -128,7 +128,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class RunFlags(NamedTuple):
-    """The parsed flags of a command line: keys of a run, and other arguments of the verb."""
+    """The parsed flags of a command line: keys of a run, and other arguments of the subcommand."""
 
     values: dict[str, Any]
     """Values by the key of a run, such as `train.lr`."""
@@ -243,10 +243,10 @@ def parse_run(
     switches: Mapping[str, str] | None = None,
     description: str = "Train a model.",
 ) -> RunConfig:
-    """Return the run of a command line, `[RUN.yaml] [--section.key=value ...]`.
+    """Return the settings of a run from a command line, `[RUN.yaml] [--section.key=value ...]`.
 
-    `switches`: flags without a value that the verb reads itself, with their help text. Raises
-    ConfigError; `--help` prints and raises SystemExit(0).
+    `switches`: flags without a value that the subcommand `verb` reads itself, with their help text.
+    Raises ConfigError; `--help` prints and raises SystemExit(0).
     """
     takes = "[RUN.yaml] [--section.key=value ...]"
     usage = f"furlong {verb} {takes}" + "".join(f" [{s}]" for s in switches or {})
@@ -261,7 +261,7 @@ def parse_run(
 
 
 def load_run(file: str | Path) -> RunConfig:
-    """Return the run in a YAML or JSON file. Raises ConfigError."""
+    """Return the settings of the run in a YAML or JSON file. Raises ConfigError."""
     return build_run(read_run_file(str(file)), str(file))
 
 
@@ -280,7 +280,7 @@ def build_run(values: Mapping[str, Any], source: str, flags: RunFlags | None = N
 
 
 def put(values: dict[str, Any], key: str, value: Any, *, beside: bool = False) -> None:
-    """Set a key with its sections in nested `values`; `beside`: merge a mapping into a section."""
+    """Set a dotted key in nested `values`; `beside`: merge a mapping into an existing section."""
     *path, name = key.split(".")
     for part in path:
         values[part] = values = values.get(part) or {}

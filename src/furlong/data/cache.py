@@ -2,20 +2,20 @@
 
     <folder>/tokens/<key>/       one source; the key is a checksum of the names, sizes and times of
                                  its files, of the tokenizer and of the format
-      input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels are ids.
-                                 A pair is chosen, then rejected; an answer of KTO is followed by
-                                 its mismatch
-      index.bin                  (N, 5) int64: of each sequence where it stops, its file and line,
-                                 its tokens with a label, and 1 or -1 for a desirable or
-                                 undesirable answer, else 0
+      input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels equal ids.
+                                 A pair is two sequences: chosen, then rejected. An answer of KTO is
+                                 followed by its mismatch (its prompt with another answer)
+      index.bin                  (N, 5) int64, for each sequence: its end in input_ids, file number,
+                                 line, number of tokens with a label, and 1, -1 or 0 for a
+                                 desirable, an undesirable or no answer of KTO
     <folder>/reference/<key>/    log-probabilities of one source by one model
-      log_probs.bin              one number per token with a label, row after row of the tokens
-      done.bin                   one byte per row: 1 once its numbers are on disk
+      log_probs.bin              one number per token with a label, sequence after sequence
+      done.bin                   one byte per sequence: 1 once its numbers are on disk
 
-Each folder has a manifest.json with types, shapes, facts, and checksums of complete arrays. Arrays
-that do not match it are written again: every byte of the tokens is compared when a run starts, once
-on each machine. If several processes write one folder, the first wins and the others read its
-arrays. Nothing is unpickled.
+Each folder has a manifest.json with types, shapes, plain values ("facts"), and checksums of
+complete arrays. Arrays that do not match it are written again: every byte of the tokens is compared
+when a run starts, once on each machine. If several processes write one folder, the first wins and
+the others read its arrays. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ArrayKinds = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrays:
-    """The arrays of a folder, memory-mapped."""
+    """The arrays of one folder of the cache, memory-mapped."""
 
     folder: Path
     arrays: dict[str, npt.NDArray[Any]]
@@ -103,8 +103,9 @@ def write_arrays(
 
     Args:
         place: the folder.
-        fill: writes `NAME.bin` for each array into a folder, and returns kinds and facts.
-        mode: `r+` for arrays that are completed later, which have no checksums.
+        fill: writes `NAME.bin` for each array into the folder that it gets, and returns the arrays'
+            dtypes and shapes, and plain values to store with them.
+        mode: `r+` for arrays that are filled in later; these get no checksums.
 
     Raises:
         OSError: the folder cannot be written, or what was written cannot be read back intact.
@@ -131,7 +132,7 @@ def write_arrays(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedSource:
-    """A source with its sequences in the cache."""
+    """One data source, and its tokenized sequences in the cache."""
 
     source: Source
     listing: Listing
@@ -143,7 +144,8 @@ class TokenizedSource:
 
     @property
     def index(self) -> npt.NDArray[np.int64]:
-        """(N, 5) stop, file, line, tokens with a label and desirability of each sequence."""
+        """(N, 5) for each sequence: its end in `input_ids`, file number, line, number of labelled
+        tokens, and 1, -1 or 0 for a desirable, an undesirable or no answer of KTO."""
         return self.arrays.arrays["index"]
 
     @property
@@ -161,7 +163,7 @@ class TokenizedSource:
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """The first row of each record: a pair is two rows of one file and line."""
+        """The row of `index` at which each record begins; a preference pair has two rows."""
         origins = self.index[:, 1:3]
         is_first = np.ones(len(origins), bool)
         is_first[1:] = (origins[1:] != origins[:-1]).any(axis=1)
@@ -169,21 +171,22 @@ class TokenizedSource:
 
     @property
     def noun(self) -> str:
-        """The word for what is drawn from the source."""
+        """The word for one draw from the source: sequence, pair or answer."""
         return {"preference": "pair", "unpaired": "answer"}.get(self.notes["format"], "sequence")
 
     def lines_of(self, file: int) -> npt.NDArray[np.int64]:
-        """Return the lines of a file that have sequences."""
+        """Return the numbers of the lines that have sequences, in file number `file` of the
+        source."""
         return self.index[self.index[:, 1] == file, 2]
 
     def tokens(
         self, row: int, begin: int = 0, length: int | None = None
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return `input_ids` and `labels` of a sequence, (T,) both: views, read when used.
+        """Return `input_ids` and `labels` of a sequence, (T,) both: memory-mapped, read when used.
 
         Args:
-            row: the row of the sequence.
-            begin: its first token to return.
+            row: the sequence's row in `index`.
+            begin: the index of the first token to return.
             length: the number of tokens, which may extend into the sequences that follow; None for
                 the rest of the sequence.
         """
@@ -194,7 +197,7 @@ class TokenizedSource:
         return ids[start:stop], labels[start:stop]
 
     def desirable(self, row: int) -> bool | None:
-        """Return whether the answer of a row is desirable; None for other losses than KTO."""
+        """Return whether the answer in a row of `index` is desirable; None for any loss but KTO."""
         wanted = int(self.index[row, 4])
         return wanted > 0 if wanted else None
 
@@ -205,7 +208,7 @@ class TokenizedSource:
 
 
 def cache_folder(given: str | None) -> Path:
-    """Return `data.cache_dir`, or furlong's folder in the user's cache directory."""
+    """Return the cache's folder: `data.cache_dir` (`given`), or one in the user's cache folder."""
     return Path(os.path.expanduser(given)) if given else user_cache()
 
 
@@ -226,7 +229,7 @@ def creating_folder(folder: Path) -> Iterator[None]:
 
 
 def status_key(files: Iterable[SourceFile]) -> str:
-    """Return a key of the kinds, paths, sizes, inodes and times of files. Raises OSError."""
+    """Return a cache key of files' kinds, paths, sizes, inodes and times. Raises OSError."""
     found = []
     for file in files:
         parts = []
@@ -251,10 +254,10 @@ def write_tokens(
     Args:
         place: the folder.
         encoded: yields records with their sequences.
-        facts: saved with the values that they have after the last sequence.
+        facts: values to save, as they are after `encoded` has yielded the last sequence.
 
     Raises:
-        OSError: the folder cannot be written. This, or an error of `encoded`, leaves no folder.
+        OSError: the folder cannot be written; none is left then, nor after an error of `encoded`.
     """
 
     def fill(aside: Path) -> tuple[ArrayKinds, dict[str, Any]]:
@@ -286,22 +289,22 @@ def write_tokens(
 
 
 class ReferenceLogProbs:
-    """Log-probabilities of the tokens of one source by a reference model.
+    """Log-probabilities of one source's tokens under a reference model, in the cache.
 
-    Rows are written in any order, and marked once they are on disk, so that a killed pass can be
-    continued. The key depends on neither the loss nor the way of computing them.
+    Sequences are written in any order and marked once on disk, so that a killed pass can be
+    resumed. The cache key depends on neither the loss nor how the numbers are computed.
     """
 
     def __init__(
         self, folder: Path, source: TokenizedSource, facts: Mapping[str, Any], dtype: str
     ) -> None:
-        """Open the log-probabilities, or create them without any.
+        """Open the folder of log-probabilities, or create it with none of them computed.
 
         Args:
             folder: the cache's folder.
             source: the source.
-            facts: plain values that determine the numbers besides the tokens.
-            dtype: the dtype of the numbers.
+            facts: plain values, besides the tokens, on which the log-probabilities depend.
+            dtype: the dtype of the log-probabilities.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -326,12 +329,12 @@ class ReferenceLogProbs:
         self._done: Any = found.arrays["done"]
 
     def is_done(self, rows: Iterable[int]) -> bool:
-        """Return whether the numbers of all these rows are on disk."""
+        """Return whether the log-probabilities of all these sequences are on disk."""
         return bool(self._done[list(rows)].all())
 
     def write(self, found: Mapping[int, npt.NDArray[Any]]) -> None:
-        """Write the numbers of rows, and mark the rows once they are on disk. A truncated row has
-        fewer numbers."""
+        """Write log-probabilities of sequences, by row, and mark the rows once they are on disk. A
+        truncated sequence has fewer of them than its row has room for."""
         for row, values in found.items():
             start = self._start(row)
             self._log_probs[start : start + len(values)] = values
@@ -340,7 +343,7 @@ class ReferenceLogProbs:
         self._done.flush()
 
     def read(self, row: int, count: int) -> npt.NDArray[Any]:
-        """Return the first `count` numbers of a row, in the dtype in which they are stored."""
+        """Return the first `count` log-probabilities of a row, in the dtype of the stored array."""
         start = self._start(row)
         return np.asarray(self._log_probs[start : start + count])
 

@@ -1,14 +1,15 @@
 """Render conversations with a chat template, and find the assistant's answers in the text.
 
-A template with `{% generation %}` tags marks them itself: marks are rendered where the tags are,
-and removed from the text. For any other template an answer is the text of the conversation up to it
-minus the prompt for it. That holds only if the text of the whole conversation begins with both,
-which is checked, since a template may, for instance, drop the reasoning of earlier answers. In that
-case one of furlong's training templates is used if it writes the same answers.
+A template with `{% generation %}` tags shows where the answers are: a mark is rendered at each tag,
+and removed from the text. For any other template, an answer is what the conversation up to and
+including the answer adds to the prompt for it. That holds only if the whole conversation's text
+begins with both of these texts, which is checked: a template may, for instance, drop the reasoning
+of earlier answers. In that case one of furlong's training templates is used if it writes the same
+answers.
 
-The text is checked: each content, thought, call and result is searched in the place of its message.
-An answer that is trained on must be there whole, and so must what users and tools say before it;
-other losses are counted.
+The text is checked, too: each content, thought, tool call and tool result is searched in the text
+of its message. Users' and tools' messages and the trained answers after them must be there whole;
+if anything else is missing, that is counted and noted.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Turns:
 
 
 class CannotBeMaskedError(DataError):
-    """Raised if a template leaves out what is said, or its text does not show who says it."""
+    """A template leaves out part of a message, or its text does not show who says what."""
 
     why = ""
     """The fault of the template as a predicate, such as "writes earlier answers anew"."""
@@ -92,7 +93,7 @@ class ChatTemplate:
     """Renders conversations with a tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any, eot_tokens: Iterable[str] = ()) -> None:
-        """Take the template of a tokenizer; `eot_tokens` are trained on after an answer."""
+        """Use a tokenizer's template. `eot_tokens`: ends of turns, trained on after an answer."""
         self._tokenizer = tokenizer
         ends = self._eot_tokens = tuple(eot_tokens)
         self._end = re.compile(rf"\s*({'|'.join(map(re.escape, ends))})") if ends else None
@@ -103,10 +104,10 @@ class ChatTemplate:
         self._trained_by: dict[_Template, tuple[str, _Template] | None] = {}
 
     def render(self, turns: Turns) -> Rendered:
-        """Return the text of a conversation and its ranges that are trained on.
+        """Return the text of a conversation, and the character ranges in it that are trained on.
 
         Raises:
-            DataError: the template cannot render the conversation, or it cannot be masked.
+            DataError: the template cannot render the conversation, or does not show its answers.
             ConfigError: the tokenizer has no template, or lacks tokens that the template writes.
         """
         template = self._template_of(turns)
@@ -159,8 +160,9 @@ class ChatTemplate:
         return f"set data.chat_template to {names}, or use the tokenizer of a chat model"
 
     def _change(self, own: Turns, template: _Template) -> str | None:
-        """Return a change that was tried: with it the conversation can be trained on and its prompt
-        stays the same. It is a switch of the template, another template, or the last answers."""
+        """Return, in words, a change of the settings with which the conversation can be trained on,
+        or None. Tried are switches of the template, furlong's templates that write the same prompt,
+        and training on the last answers alone."""
         tries = [
             (f"set data.chat_template_kwargs: {{{name}: {json.dumps(value)}}}", template,
              replace(own, kwargs={**own.kwargs, name: value}))
@@ -224,9 +226,9 @@ class ChatTemplate:
     def _masked(
         self, own: Turns, template: _Template, *, is_proved: bool = True
     ) -> tuple[str, list[Range], list[str]]:
-        """Return the text of a conversation, the ranges that are trained on (none where all of it
-        is), and notes. Calls have the first shape in which the template loses nothing. Raises
-        DataError."""
+        """Return the text of a conversation, the ranges that are trained on (empty if the whole
+        text is), and notes. Tool calls are tried in each shape until the template leaves out
+        nothing, which is checked if `is_proved`. Raises DataError."""
         errors: list[DataError] = []
         for shape in _shapes(own):
             shaped = replace(own, turns=[shape(turn) for turn in own.turns])
@@ -253,7 +255,8 @@ class ChatTemplate:
         return template.by_prefixes(own)
 
     def _training_template(self, template: _Template, own: Turns) -> tuple[str, _Template] | None:
-        """Return name and text of furlong's template that writes the same answers, if one does."""
+        """Return the name of furlong's template that writes the same answers, and the template;
+        None if there is none."""
         if template not in self._trained_by:
             ours = ((name, self._of(text)) for name, text in training_templates().items())
             found = (one for one in ours if self._writes_the_same(own, template, one[1]))
@@ -261,8 +264,8 @@ class ChatTemplate:
         return self._trained_by[template]
 
     def _writes_the_same(self, own: Turns, template: _Template, other: _Template) -> bool:
-        """Return whether both templates render the probes alike: the whole text of one answer, or
-        the last of several answers."""
+        """Return whether both templates render test conversations alike: the whole text of those
+        with one answer, and the last answer of the others."""
         num_same = 0
         for turns, has_tools in PROBES:
             probe = Turns(own.origin, turns, [TOOL] if has_tools else None, len(turns) - 1)
@@ -284,8 +287,8 @@ class ChatTemplate:
         return num_same > len(PROBES) // 2
 
     def _as_generated(self, own: Turns, text: str, ranges: list[Range]) -> list[Range]:
-        """Return the ranges extended by an `eot_token` that follows, and without the empty thoughts
-        that a template adds."""
+        """Return the answers' ranges, each with the `eot_token` that follows it, and without an
+        empty thought that the template has put at its start."""
         is_own = any(_EMPTY.search(turn.get("content", "")) for turn in own.turns)
         found = []
         for start, stop in ranges:
@@ -322,7 +325,8 @@ class _Template:
         return sorted(name for name in names if not name.endswith("_token"))
 
     def by_tags(self, own: Turns) -> tuple[str, list[Range]]:
-        """Return the text of a conversation, and the ranges between its tags. Raises DataError."""
+        """Return the text of a conversation, and those ranges within its generation tags that are
+        trained on. Raises DataError."""
         text = self.write(own)
         # `return_assistant_tokens_mask` counts characters when a block is rendered, which is wrong
         # for a template that stores the rendered block and writes it later.
@@ -341,10 +345,10 @@ class _Template:
     def by_prefixes(self, own: Turns) -> tuple[str, list[Range]]:
         """Return the text of a conversation, and the range that each answer adds to its prompt.
 
-        Rendering prefixes for every answer takes time quadratic in their number. They are rendered
-        for the first, a middle and the last answer of each kind (roles and keys of the turn and its
-        neighbours); another answer is found by the text that separates these from the contents
-        beside them. Raises DataError.
+        Rendering two prefixes for every answer takes time quadratic in the number of answers. So
+        they are rendered only for the first, a middle and the last answer of each kind (same roles
+        and keys of the message and its neighbours). Any other answer is found by the text that
+        separates one of these from the contents beside it. Raises DataError.
         """
         text = self.write(own)
         kinds: dict[Any, list[int]] = {}
@@ -372,8 +376,8 @@ class _Template:
         return text, [found[number] for number in sorted(found)]
 
     def _contents(self, own: Turns, text: str) -> dict[int, Range]:
-        """Return the ranges of the contents of users and tools, by index of the message; empty if
-        marks around them change anything else."""
+        """Return the ranges of user and tool contents in the text, by index of the message, found
+        by marks around them. Empty if the marks change anything else in the text."""
         turns, marked = [*own.turns], []
         for number, turn in enumerate(turns):
             if turn["role"] in ("user", "tool") and (content := turn.get("content", "").strip()):
@@ -385,7 +389,8 @@ class _Template:
         return dict(zip(marked, ranges, strict=True)) if is_same else {}
 
     def _added(self, own: Turns, text: str, number: int) -> Range:
-        """Return the range that an answer adds to its prompt. Raises DataError."""
+        """Return the range of text that the answer in message `number` adds to its prompt. Raises
+        DataError."""
         try:
             prompt = self.write(own, number, prompt=True)
             if not text.startswith(prompt) and not _is_thinking(own.turns[number]):
@@ -422,7 +427,7 @@ class _Template:
         return len(prompt), len(upto)
 
     def _num_ranges(self, own: Turns, num_turns: int, ranges: list[Range]) -> int:
-        """Return the number of `ranges` that belong to the first turns. Raises DataError."""
+        """Return how many `ranges` are in the first `num_turns` turns. Raises DataError."""
         _, found = _unmarked(self.write(own, num_turns, tags=True)) if num_turns else ("", [])
         if ranges[: len(found)] != found:
             what = f"what is learnt of message {num_turns} changes behind it"
@@ -430,8 +435,9 @@ class _Template:
         return len(found)
 
     def proved(self, own: Turns, shape: TurnShape, text: str, ranges: list[Range]) -> list[str]:
-        """Return notes about what the text of a conversation lacks. Raises CannotBeMaskedError if
-        it lacks a part of an answer that is trained on, or of the message that it answers."""
+        """Return notes on what the text of a conversation leaves out. Raises CannotBeMaskedError if
+        that is part of an answer that is trained on, or of a user or tool message before one.
+        `shape`: the form that tool calls have in the text."""
         trained = _trained_turns(own)
         places = dict.fromkeys(range(-1, len(own.turns)), (0, len(text)))
         if ranges and len(ranges) == len(trained):
@@ -482,7 +488,8 @@ class _Template:
         path: tuple[Any, ...],
         value: Any,
     ) -> bool:
-        """Return whether replacing a value changes the text, or makes the template fail."""
+        """Return whether the template writes a value, which is at `path` in message `number`:
+        replacing the value changes the text, or makes the template fail."""
         changed: Any = deepcopy({"tools": own.tools} if number < 0 else own.turns[number])
         place = changed
         for key in path[:-1]:
@@ -501,8 +508,8 @@ class _Template:
     def write(
         self, own: Turns, num_turns: int | None = None, *, prompt: bool = False, tags: bool = False
     ) -> str:
-        """Return the first `num_turns` turns as text, with a generation prompt (`prompt`) or with
-        marks in the place of the tags (`tags`). Raises DataError."""
+        """Render the first `num_turns` turns, followed by a generation prompt (`prompt`) or with a
+        mark at each generation tag (`tags`). Raises DataError."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self._takes_parts is None:
@@ -571,14 +578,14 @@ def _shapes(own: Turns) -> list[TurnShape]:
 
 
 def _with_null(turn: Turn) -> Turn:
-    """Replace the empty content of a turn with calls by None."""
+    """Return the turn; if it has tool calls and an empty content, the content becomes None."""
     is_silent = turn.get("tool_calls") and not (turn.get("content") or "").strip()
     return {**turn, "content": None} if is_silent else turn
 
 
 def _as_openai_has_it(turn: Turn) -> Turn:
-    """Return a turn with calls as OpenAI's API has them, which some templates expect: arguments as
-    JSON in a string, and a content, which may be null."""
+    """Return a turn whose tool calls are as in OpenAI's API, which some templates expect: arguments
+    as JSON in a string, and a content that may be null."""
     calls = deepcopy(turn.get("tool_calls", ()))
     for function in (call["function"] for call in calls):
         if not isinstance(function["arguments"], str):
@@ -587,7 +594,7 @@ def _as_openai_has_it(turn: Turn) -> Turn:
 
 
 def only_last_answers(own: Turns) -> Turns:
-    """Return the conversation with only the answers after the last user message trained on."""
+    """Return the conversation with only the answers after its last user message to train on."""
     asked = [n for n, turn in enumerate(own.turns, start=1) if turn["role"] == "user"]
     return replace(own, first=max([own.first, *asked[-1:]]))
 
@@ -610,7 +617,7 @@ def _end_of(text: str, stops: Iterable[str]) -> str | None:
 
 
 def _values(turn: Turn) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield each piece of what a message says, with the path of keys that leads to it."""
+    """Yield the path of keys to each piece of what a message says, and the piece."""
     thoughts = next((key for key in _THOUGHTS if turn.get(key)), None)
     for key in filter(None, ("content", thoughts)):
         said = turn.get(key) or ""
@@ -623,7 +630,8 @@ def _values(turn: Turn) -> Iterator[tuple[tuple[Any, ...], Any]]:
 def _of_function(
     given: Mapping[str, Any], path: tuple[Any, ...], keys: Iterable[str]
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the values of a call or tool, whose function may be below the key `function`."""
+    """Yield the path and value of each leaf below `keys` in a tool or tool call, which is at
+    `path`. Its function may be below a key `function`."""
     own, path = (given["function"], (*path, "function")) if "function" in given else (given, path)
     for key in keys:
         yield from _leaves(own.get(key), (*path, key))
@@ -651,9 +659,9 @@ def _forms(value: Any) -> Iterator[str]:
 def _missing(
     own: Turns, text: str, places: Mapping[int, Range]
 ) -> list[tuple[int, tuple[Any, ...], Any]]:
-    """Return the values that the text has in no known form: the index of the message (-1: tools),
-    the path of keys, and the value. Each is searched in the range of its message, and two values do
-    not share characters."""
+    """Return the values that the text has in no known form: index of the message (-1: tools), path
+    of keys, and value. Each value is searched in the range that `places` has for its message, and
+    no two values share characters."""
     wanted = [(n, *found) for n, turn in enumerate(own.turns) for found in _values(turn)]
     for number, tool in enumerate(own.tools or ()):
         said = _of_function(tool, ("tools", number), ("name", "description"))
@@ -682,8 +690,8 @@ def _parts(text: str, ranges: list[Range]) -> list[str]:
 
 
 def _with_mark(tag: re.Match[str]) -> str:
-    """Return a tag with an expression that writes its mark. Templates trim white space beside a tag
-    but not beside an expression, so that an assignment stands between them."""
+    """Return a generation tag, with an expression inside it that writes its mark. An assignment
+    separates this from the answer, whose white space templates trim beside a tag only."""
     before, is_end, behind = tag.groups()
     if is_end:
         return f"{{%{before} set furlong = 0 %}}{{{{ '{_CLOSE}' }}}}{{% endgeneration {behind}%}}"
@@ -691,7 +699,7 @@ def _with_mark(tag: re.Match[str]) -> str:
 
 
 def _unmarked(marked: str) -> tuple[str, list[Range]]:
-    """Return the text without marks, and the ranges that were between them."""
+    """Return the text without its marks, and the range that each pair of marks enclosed."""
     pieces, opened, ranges, num_chars = [], [], [], 0
     for piece in _MARK.split(marked):
         if piece == _OPEN:
@@ -705,6 +713,6 @@ def _unmarked(marked: str) -> tuple[str, list[Range]]:
 
 
 def _difference(part: str, whole: str) -> str:
-    """Show where `whole` stops beginning with `part`."""
+    """Return the first difference between `part` and the beginning of `whole`, in words."""
     at = num_common(part, whole)
     return f"{part[at : at + _SHOWN_CHARS]!r} became {whole[at : at + _SHOWN_CHARS]!r}"

@@ -89,8 +89,8 @@ class DataSet:
         self._keep(kept & ~short)
 
     def _fitted(self) -> npt.NDArray[np.bool_]:
-        """Make sequences of the rows of all parts, each in one piece or in several by
-        `data.too_long`; return (U,) which units to keep."""
+        """Make one sequence of each cached row, or several as `data.too_long` says. Return a mask
+        (U,) of the units to keep; a unit is drawn as one: a sequence, or the two of a pair."""
         parts, too_long = self.parts, self.settings.too_long
         lens = np.concatenate([part.seq_lens for part in parts])
         starts = np.concatenate([part.starts + self._offsets[i] for i, part in enumerate(parts)])
@@ -131,10 +131,11 @@ class DataSet:
         return ~self._any(is_long[self._rows] & (too_long == "drop"))
 
     def _joined(self) -> npt.NDArray[np.bool_]:
-        """Make sequences of consecutive texts in the cache, and return (U,) that all are kept.
+        """Make sequences by joining consecutive texts in the cache, and return a mask (U,) that
+        keeps all.
 
-        Each begins at a row and a token of it, and continues into the rows that follow. The last
-        one of a source has the rest.
+        Each sequence begins at some token of a row, and continues into the rows that follow. The
+        last sequence of a source is what is left.
         """
         rows, begins, lens = [], [], []
         limit = self.settings.max_seq_len
@@ -152,13 +153,13 @@ class DataSet:
         return np.ones(len(self._rows), bool)
 
     def _any(self, of_rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return (U,) whether any sequence of a unit is marked in `of_rows`."""
+        """Return a mask (U,) of units (sequences or pairs) with a sequence marked in `of_rows`."""
         if not len(self.units):
             return np.zeros(0, bool)
         return np.asarray(np.logical_or.reduceat(of_rows, self.units[:, 0]))
 
     def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
-        """Leave out all other units. Raises DataError if no sequence with a label is left."""
+        """Keep only units (sequences or pairs) in `kept`. Raises DataError if none has a label."""
         sizes = self.units[:, 1] - self.units[:, 0]
         own = np.repeat(kept, sizes)
         self._rows, self._begins = self._rows[own], self._begins[own]
@@ -197,11 +198,11 @@ class DataSet:
     def split_off(self, amount: float, seed: int) -> tuple[DataSet, DataSet]:
         """Return the data set to train on and the held-out one.
 
-        All pieces of a record are in one of them.
+        All pieces of a record are in the same one.
 
         Args:
-            amount: below 1 the share of records to hold out, otherwise their number; of each source
-                in proportion.
+            amount: if below 1, the share of records to hold out, otherwise their number. Each
+                source gives in proportion to its size.
             seed: determines which records are held out.
 
         Raises:
@@ -256,7 +257,8 @@ class DataSet:
         return self.parts[number].tokens(row, *own)
 
     def with_references(self, references: Mapping[int, ReferenceLogProbs]) -> DataSet:
-        """Return a copy with log-probabilities of a reference model, by number of the part."""
+        """Return a copy of the data set with log-probabilities of a reference model; `references`
+        holds them by the number of the source."""
         same = copy.copy(self)
         same._references = references
         return same
@@ -276,37 +278,38 @@ class DataSet:
 
     @property
     def has_label(self) -> npt.NDArray[np.bool_]:
-        """(U,) whether each unit has a label."""
+        """(U,) whether each unit, a sequence or a pair that is drawn as one, has a label."""
         return self._any(self.valid_tokens > 0)
 
     @property
     def unit_lens(self) -> npt.NDArray[np.int64]:
-        """(U,) the number of tokens of each unit."""
+        """(U,) the number of tokens of each unit, a sequence or a pair that is drawn as one."""
         return np.asarray(np.add.reduceat(self.seq_lens, self.units[:, 0]))
 
     def num_shared(self, unit: int) -> int:
-        """Return the number of first tokens that the two sequences of a unit have in common."""
+        """Return how many first tokens both sequences of a pair share; `unit`: the pair's index."""
         one, other = (self._tokens(seq_id)[0] for seq_id in range(*self.units[unit].tolist()))
         shorter = min(len(one), len(other))
         differ = one[:shorter] != other[:shorter]
         return int(differ.argmax()) if differ.any() else shorter
 
     def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
-        """Return the lengths of the sequences of the first epoch, in their order."""
+        """Return the lengths of the first epoch's sequences, in the order of the draws."""
         return self.seq_lens[sequence_indices(self.units[self.mixture.order(seed, 0)])]
 
     def row(self, seq_id: int) -> tuple[int, int]:
-        """Return the number of a sequence's part, and its row in the part."""
+        """Return the number of a sequence's source, and its row in the cache of that source."""
         return self._find(int(self._rows[seq_id]))
 
     def _find(self, row: int) -> tuple[int, int]:
-        """Return the part, by number, of a row of all parts together, and the row in the part."""
+        """Return a row's source, by number, and its row in the source's cache. `row` counts the
+        rows of all sources."""
         number = int(np.searchsorted(self._offsets, row, side="right")) - 1
         return number, row - int(self._offsets[number])
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Checksums, by what they cover, that change when sequences get other numbers."""
+        """Checksums, by what they cover, that change when a `seq_id` means another sequence."""
         named = {
             f"the sequences of {named_source(part.source)}": part.tokens_key for part in self.parts
         }
@@ -349,7 +352,7 @@ class DataSet:
         return [*lines, self.summary()]
 
     def summary(self) -> str:
-        """Return the line about all sequences."""
+        """Return one line that describes all sequences together."""
         line = (
             f"{self._key}: {count_words(len(self.units), self.noun)},"
             f" {format_count(self.num_tokens)} {plural(self.num_tokens, 'token')},"
@@ -370,7 +373,7 @@ class DataSet:
         return line
 
     def _require_splittable(self, lens: npt.NDArray[np.int64], limit: int) -> None:
-        """Require that sequences that are too long are of a format that may be cut. Raises
+        """Require that each sequence longer than `limit` has a format that may be cut. Raises
         DataError."""
         for number, part in enumerate(self.parts):
             own = lens[self._offsets[number] : self._offsets[number + 1]]
@@ -441,7 +444,7 @@ def load_data(
         sources: the sources.
         tokenizer: the tokenizer of the run.
         settings: the section `data` of the run.
-        format: the format that the loss requires; None for that of the settings.
+        format: the format of records that the loss requires; None for the format in `settings`.
         key: the key of the run file that names the sources.
         is_compared: see `read_arrays`.
 
@@ -481,7 +484,8 @@ def load_data(
 
 
 def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
-    """Return a line if records of the held-out data, or sources of equal tokens, are trained on."""
+    """Return a list with a warning if held-out data is trained on: the same records, or a source
+    with equal tokens."""
     contents = {part.tokens_key for part in train.parts}
     shared = []
     for part in held_out.parts:
@@ -560,7 +564,7 @@ def check_joined(format: str, tokenizer: Any, origin: str) -> None:
 
 
 def refuse_repeated(listings: Items[Listing], key: str, change: str = _NAME_ONCE) -> None:
-    """Require that no file is in two sources, whose records would be trained on twice as often.
+    """Require that no file is in two sources: its records would be trained on twice as often.
     Raises DataError."""
     named = Counter(
         path for listing in listings for path in {file.path.resolve() for file in listing.files}
@@ -587,7 +591,7 @@ def _encoded(
     facts: dict[str, Any],
     limit: int | None,
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
-    """Yield the records of a source with their sequences, and fill `facts`."""
+    """Yield a source's records with their sequences; fill `facts` with what is stored of them."""
     notes = Notes()
     records = partial(read_records, listing, fields=reading.columns, key=key, limit=limit)
     first = next(records(notes=Notes()))

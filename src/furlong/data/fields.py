@@ -1,7 +1,7 @@
 """Read fields, turns and texts of a record under furlong's names.
 
-Handles fields that a run renames (`data.fields`), turns of `from` and `value`, other names of
-roles, parts of contents, calls of tools in several forms, and JSON in texts.
+Handles fields that a run renames (`data.fields`), turns with the keys `from` and `value`, other
+names of roles, parts of contents, calls of tools in several forms, and JSON in texts.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _RESPONSE = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.D
 
 
 def columns(fields: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names in the data that mean furlong's fields, by `data.fields` and by default."""
+    """Return the names that furlong's fields may have in data: aliases, those of `data.fields`."""
     renamed = (theirs for ours, theirs in fields.items() if ours not in _NO_COLUMNS)
     return frozenset((*renamed, *chain(*_ALIASES.values())))
 
 
 def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceRecord, dict[str, str]]:
-    """Return the record under furlong's names, and the data's name of each renamed field.
+    """Return the record with furlong's names of fields, and the data's name of each renamed field.
 
     Args:
         record: a record as it was read.
@@ -76,13 +76,14 @@ def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceReco
 def read_values(
     record: SourceRecord, fields: Mapping[str, Any], used: Collection[str], template: str = ""
 ) -> SourceRecord:
-    """Return the record with its turns in one form, and with objects instead of texts of JSON.
+    """Return the record with its turns in one form, and with its JSON texts parsed.
 
     Args:
         record: a record under furlong's names.
         fields: `data.fields`.
         used: the fields that its format reads.
-        template: the text of the chat template.
+        template: the text of the chat template; if it writes <tool_response> tags, those in the
+            data are removed.
 
     Raises:
         DataError: a field holds no JSON, a call is in no known form, or there are two system
@@ -112,7 +113,7 @@ def read_values(
 
 
 def _put_system(record: SourceRecord, values: dict[str, Any], used: Collection[str]) -> None:
-    """Put the text of `system` before the turns of a record, unless they begin with it. Raises
+    """Put the text of `system` before the turns of a record, unless they contain it. Raises
     DataError if they have another system message."""
     answers = ("chosen", "rejected") if "chosen" in used else ("messages",)
     heads = [n for n in CONVERSATIONS if isinstance(values.get(n), list) and n in used]
@@ -213,7 +214,7 @@ def may_be_trained(turn: Mapping[str, Any]) -> bool:
 
 
 def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of turns, or characters, that both have in common at their beginning."""
+    """Return the length of the beginning that two texts, or two lists of turns, have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -232,7 +233,7 @@ def text_of(record: SourceRecord, field: str) -> str:
 
 
 def instruction_turns(record: SourceRecord, answer: str | None = None) -> list[Turn]:
-    """Return the turns of an instruction: system, history, instruction and input, and the answer.
+    """Return an instruction as turns: system, history, instruction and input, and the answer.
 
     Args:
         record: a record under furlong's names.
@@ -255,8 +256,8 @@ def _turns(
 ) -> list[Any]:
     """Return turns with furlong's names of keys and roles.
 
-    Calls without a text are joined to the assistant's message right before them. An item that is no
-    object stays as it is. Raises DataError.
+    Tool calls without a text are joined to the assistant's message right before them. An item that
+    is no object stays as it is. Raises DataError.
     """
     roles = {**_ROLES, **fields.get("roles", {})}
     renamed = {theirs: ours for ours, theirs in fields.items() if ours in TURN_FIELDS}
@@ -342,7 +343,7 @@ def _without_tags(turn: Any) -> list[Any]:
 
 
 def _calls(record: SourceRecord, message: str, given: Any) -> list[Any]:
-    """Return calls of tools with their arguments as objects. Raises DataError."""
+    """Return tool calls with their arguments as objects. Raises DataError."""
     calls = _of_json(record, f"{message}: the call", given) if isinstance(given, str) else given
     found = []
     for call in calls if isinstance(calls, list) else [calls]:
@@ -374,7 +375,8 @@ def _of_json(record: SourceRecord, what: str, text: str) -> Any:
 
 
 def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
-    """Return the text of a part of a content. Raises DataError for an image or sound."""
+    """Return the text of one part of a message's content. Raises DataError for an image or
+    sound."""
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type") in _TEXTS:
@@ -390,7 +392,8 @@ def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
 
 
 def _check_marks(record: SourceRecord, turn: Turn, message: str) -> None:
-    """Require marks of 0 or 1, and 1 for the assistant alone. Raises DataError."""
+    """Require that a message's loss marks (`MARKS`, such as `train`) are 0 or 1, and that marks of
+    1, except `weight`, are on the assistant's messages only. Raises DataError."""
     for mark in MARKS:
         value = turn.get(mark, True)
         others = mark != "weight" and value and mark in turn and turn["role"] != "assistant"

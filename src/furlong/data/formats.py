@@ -1,7 +1,7 @@
-"""The formats of records: one row of `FORMATS` for each, by the fields that a record needs.
+"""The formats of records: the table `FORMATS` has a row for each, with the fields that it needs.
 
-`auto` is the first format of the table whose fields the first record of a source has; it then holds
-for the whole source. `preference` and `unpaired` are chosen by the loss alone.
+`auto` means the first format in the table whose fields the first record of a source has; it then
+holds for the whole source. `preference` and `unpaired` are chosen by the loss alone.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_tokens(record: SourceRecord) -> tuple[Encoded]:
 
 
 def read_chat(record: SourceRecord) -> tuple[Turns] | str:
-    """Return a conversation, of which the assistant's answers are trained on."""
+    """Return a conversation whose answers are trained on, or why the record is left out."""
     turns = messages_of(record, "messages")
     return (Turns(record.origin, turns, tools_of(record)),) if turns else BLANK
 
@@ -89,10 +89,10 @@ def read_instruction(record: SourceRecord) -> tuple[Turns]:
 
 
 def instruction_text(record: SourceRecord) -> tuple[Rendered]:
-    """Return instruction and output in the prompt of Alpaca; the output is trained on.
+    """Return instruction and output as a text with Alpaca's prompt; the output is trained on.
 
     Raises:
-        DataError: the record has a history, which that prompt does not hold.
+        DataError: the record has a history, which Alpaca's prompt does not hold.
     """
     if record.fields.get("history"):
         raise record.refusal(
@@ -109,7 +109,8 @@ def instruction_text(record: SourceRecord) -> tuple[Rendered]:
 
 
 def read_completion(record: SourceRecord) -> tuple[Rendered | Turns] | str:
-    """Return prompt and completion, two texts or lists of turns; the completion is trained on."""
+    """Return prompt and completion, which are texts or lists of turns, as one; the completion is
+    trained on. Or return why the record is left out."""
     if isinstance(record.fields["prompt"], list):
         prompt = messages_of(record, "prompt")
         turns = prompt + messages_of(record, "completion")
@@ -120,14 +121,14 @@ def read_completion(record: SourceRecord) -> tuple[Rendered | Turns] | str:
 
 
 def read_text(record: SourceRecord) -> tuple[Rendered] | str:
-    """Return a text, all of which is trained on."""
+    """Return a text, all of which is trained on, or why the record is left out."""
     text = text_of(record, "text")
     return (Rendered(text),) if text.strip() else BLANK
 
 
 def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...] | str:
-    """Return an answer that is desirable or not by `label`: a completion, the output of an
-    instruction, or the answers after a conversation's last user message."""
+    """Return a completion, an instruction's output or the answers after the last user message,
+    desirable or not by `label`; or return why the record is left out."""
     label = record.fields["label"]
     if label not in (0, 1):
         raise record.refusal(
@@ -152,7 +153,7 @@ def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """A format of records."""
+    """A format of records: the fields that it reads, and the function that reads them."""
 
     needed: tuple[str, ...]
     """Fields that each record has."""
@@ -218,7 +219,8 @@ class Reading:
 
     @classmethod
     def of(cls, settings: DataConfig, source: Source, format: Format | None = None) -> Reading:
-        """Return the reading of a source of a run; `format` is that of the loss, if it has one."""
+        """Return the settings for a source of a run; `format`: the format that the loss requires,
+        if any."""
         return cls(
             format or source.format or settings.format,
             {**settings.fields, **(source.fields or {})}, settings.chat_template_kwargs,
@@ -227,7 +229,7 @@ class Reading:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The names, in the data, of the fields that are read."""
+        """The names that the fields to be read may have in the data."""
         return FIELDS | columns(self.fields)
 
     @property
@@ -236,7 +238,8 @@ class Reading:
         return asdict(self)
 
     def decided(self, first: SourceRecord) -> Reading:
-        """Return the reading with a format: its own, or that of the first record.
+        """Return the settings with a definite format: the one that is set or, for `auto`, that of
+        the first record.
 
         Raises:
             DataError: the record has the fields of no format.
@@ -247,14 +250,14 @@ class Reading:
         return replace(self, format=decide_format(first, self.fields))
 
     def facts(self, first: SourceRecord) -> dict[str, Any]:
-        """Return the format, and the first record's names of the fields that it needs."""
+        """Return the format, and the names that the fields it needs have in the first record."""
         assert self.format != "auto"
         _, names = renamed(first, self.fields)
         needed = FORMATS[self.format].needed if first.line else ()
         return {"format": self.format, "fields": [names.get(name, name) for name in needed]}
 
     def turns(self, turns: Turns, record: SourceRecord) -> Turns:
-        """Return the conversation with the variables of its template and what is trained on.
+        """Return the conversation with `chat_template_kwargs` and the choice of trained turns.
 
         Raises:
             DataError: the record's chat_template_kwargs are invalid, or a message is marked as not
@@ -281,7 +284,8 @@ class Reading:
 def encode(
     records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
-    """Yield records with their sequences: one, the two of a pair, or an answer and its mismatch.
+    """Yield records with their sequences: one, the two of a pair, or, for KTO, an answer and its
+    mismatch (the prompt with another record's answer).
 
     Args:
         records: the records of a source.
@@ -299,9 +303,9 @@ def encode(
 def read_whole(
     records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
 ) -> Iterator[tuple[SourceRecord, tuple[Rendered | Turns | Encoded, ...] | str]]:
-    """Yield records under furlong's names of fields with what their format makes of them.
+    """Yield each record, with furlong's names of fields, and what its format makes of it.
 
-    Instead of that there is a text for a record that is left out: the reason.
+    The latter is a text with the reason if the record is left out.
 
     Args:
         records: the records of a source.
@@ -338,7 +342,7 @@ def read_whole(
 
 
 class _Looked(dict[str, Any]):
-    """The fields of a record, which remember the names that were looked up."""
+    """A dict of a record's fields that remembers which names were looked up."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -401,7 +405,7 @@ def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:
         fields: `data.fields` of the source.
 
     Raises:
-        DataError: it has the fields of no format.
+        DataError: the record has the fields of no format.
     """
     record, names = renamed(first, fields)
     known = [format for format in FORMATS if format not in FORMAT_OF_LOSS.values()]
@@ -413,7 +417,7 @@ def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:
 
 def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}) -> DataError:
     """Return the error about a record that lacks the fields of these formats. `names`: the data's
-    names of fields, by furlong's."""
+    name of each field, by furlong's name."""
     required = " or ".join(
         " + ".join(names.get(name, name) for name in FORMATS[format].needed) for format in formats
     )
@@ -444,7 +448,7 @@ def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}
 
 
 def _renaming(fields: Mapping[str, Any]) -> str:
-    """Return `data.fields` that may suit a record of other names, or an empty text."""
+    """Return `data.fields`, as text, that may suit a record with other names; empty if none may."""
     texts = [name for name, value in fields.items() if isinstance(value, str) or value is ...]
     asked, said = (next((n for n in names if n in texts), "") for names in (_ASKED, SAID))
     for name, value in fields.items():

@@ -43,7 +43,7 @@ class LoaderState:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """The sequences of one optimizer step, and the state after them.
+    """The sequences of one optimizer step, and the loader's state after them.
 
     Tokens stay on disk until `tensors` or `part` reads them into CPU memory; the engine sends those
     of each chunk to its device.
@@ -87,8 +87,8 @@ class Mixture:
     """The numbers of draws from each source in an epoch.
 
     An epoch draws `floor(w * n + 1/2)` times, at least once, from a source of n sequences with
-    weight w. The draws of all epochs go through the source in passes, each in a new random order,
-    so that at any time two sequences of one source have been drawn equally often or differ by one.
+    weight w. Over all epochs, the draws go through the source pass after pass, each in a new random
+    order. So, at any time, the numbers of draws of two sequences of a source differ by at most one.
     """
 
     sizes: tuple[int, ...]
@@ -114,7 +114,8 @@ class Mixture:
 
 
 def _draw(size: int, draws: int, seed: tuple[int, int], epoch: int) -> npt.NDArray[np.int64]:
-    """Return elements [epoch * draws, (epoch + 1) * draws) of the concatenated passes."""
+    """Return an epoch's draws from a source of `size` sequences: elements [epoch * draws, (epoch +
+    1) * draws) of its concatenated random passes."""
     first, stop = epoch * draws, (epoch + 1) * draws
     drawn = [np.zeros(0, np.int64)]
     while first < stop:
@@ -130,7 +131,7 @@ def _draw(size: int, draws: int, seed: tuple[int, int], epoch: int) -> npt.NDArr
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """The global batches of each epoch: its draws, cut to batches that end with the epoch."""
+    """The global batches of each epoch: its draws, cut into batches; none spans two epochs."""
 
     mixture: Mixture
     size: StepSize
@@ -139,13 +140,13 @@ class Epochs:
     """(U,) the lengths of what is drawn."""
 
     def batches(self, epoch: int) -> list[npt.NDArray[np.int64]]:
-        """Return the indices of what each batch of an epoch draws."""
+        """Return, for each batch of an epoch, the indices of its draws (sequences or pairs)."""
         order = self.mixture.order(self.seed, epoch)
         return np.split(order, self.size.stops(self.lens[order].tolist())[:-1])
 
 
 def count_steps(num_epochs: float, epochs: Epochs, has_label: npt.NDArray[np.bool_]) -> int:
-    """Return the number of steps in some epochs: their batches that have a label, at least one.
+    """Return the number of optimizer steps in some epochs: batches with a label, at least one.
 
     Args:
         num_epochs: may be a fraction.
@@ -185,7 +186,7 @@ def iterate_batches(
 
     Args:
         sequences: the data set.
-        units: what is drawn.
+        units: the sequences of each draw, such as the two of a pair.
         epochs: the batches of each epoch.
         state: where to begin; the sequences before it are not read.
     """
@@ -202,7 +203,7 @@ def iterate_batches(
 
 
 def in_order(sequences: Sequences, units: Units, size: StepSize) -> Iterator[TrainBatch]:
-    """Yield the batches of one pass without shuffling, for an evaluation."""
+    """Yield the batches of one unshuffled pass over `units` (sequences or pairs), to evaluate."""
     lens: Items[int] = range(len(units))
     if size.tokens is not None:
         lens = [sum(own.seq_len for own in _drawn(sequences, units[i : i + 1])) for i in lens]
@@ -213,13 +214,13 @@ def in_order(sequences: Sequences, units: Units, size: StepSize) -> Iterator[Tra
 
 
 def each_alone(num_sequences: int) -> Units:
-    """Return units of one sequence each."""
+    """Return ranges of one sequence each, so that every sequence is drawn by itself."""
     numbers = np.arange(num_sequences)
     return np.stack([numbers, numbers + 1], axis=1)
 
 
 def sequence_indices(units: Units) -> npt.NDArray[np.int64]:
-    """Return the indices of the sequences in `units`, unit after unit."""
+    """Return the indices of all sequences in the half-open ranges `units`, in their order."""
     counts = units[:, 1] - units[:, 0]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(units[:, 0], counts) + within
@@ -232,7 +233,7 @@ def _drawn(sequences: Sequences, units: Units) -> tuple[Sequence, ...]:
 def with_lookahead(
     batches: Iterator[TrainBatch], on_next: Callable[[TrainBatch], None]
 ) -> Iterator[TrainBatch]:
-    """Yield the batches; `on_next` is called with each before the one in front of it is yielded."""
+    """Yield the batches; `on_next` gets each batch before the preceding one is yielded."""
     following = next(batches)
     on_next(following)
     for batch in batches:

@@ -37,10 +37,10 @@ _PAIR = "prompt, chosen and rejected, or whole texts or conversations that begin
 
 
 def read_pair(record: SourceRecord) -> tuple[Rendered | Turns, ...] | str:
-    """Return chosen and rejected, or the reason why the pair is left out.
+    """Return the chosen and the rejected sequence, or the reason why the pair is left out.
 
     Raises:
-        DataError: the record is in none of the forms above.
+        DataError: the record is in none of the forms that this module reads.
     """
     if is_of_texts(record):
         return _texts(record, record.fields["chosen"], record.fields["rejected"])
@@ -61,10 +61,10 @@ def is_of_texts(record: SourceRecord) -> bool:
 
 
 def check_pair(pair: Items[Encoded], *, of_texts: bool) -> list[Encoded] | str:
-    """Return the two sequences of a pair, or the reason why it is left out.
+    """Return the two sequences of a pair, or the reason why the pair is left out.
 
-    In texts (`of_texts`) all tokens from the first different one on are trained on: the last word
-    of the common beginning may be tokenized differently in each.
+    In plain texts (`of_texts`), all tokens from the first that differs on are trained on: the last
+    word of the common beginning may be tokenized differently in each.
     """
     chosen, rejected = pair
     if np.array_equal(chosen.input_ids, rejected.input_ids):
@@ -149,8 +149,8 @@ def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
 
 
 def _answer(record: SourceRecord, name: str) -> list[Turn]:
-    """Return the turns of an answer. A text beside a conversation replaces its last message, and
-    beside an instruction it is the output. Raises DataError."""
+    """Return the turns of the answer `name`. A text replaces the last message of the other answer
+    if that is a whole conversation; else it is one message. Raises DataError."""
     given = record.fields[name]
     if not isinstance(given, str):
         return messages_of(record, name)
@@ -164,7 +164,8 @@ def _answer(record: SourceRecord, name: str) -> list[Turn]:
 
 
 def _asked(record: SourceRecord) -> list[Turn]:
-    """Return the turns before two answers without a prompt: an instruction or `messages`."""
+    """Return the turns before both answers of a record without `prompt`: those of its instruction
+    or `messages`."""
     if "instruction" in record.fields:
         return instruction_turns(record)
     if isinstance(record.fields.get("messages"), list):
@@ -177,7 +178,7 @@ def _said(turn: Turn) -> tuple[str, str]:
 
 
 def _repeats(answer: list[Turn], prompt: list[Turn]) -> bool:
-    """Return whether a message of the prompt occurs before the first message of the assistant."""
+    """Return whether an answer repeats a prompt's message before its first assistant message."""
     head = takewhile(lambda turn: turn["role"] in ("system", "developer", "user"), answer)
     return not {_said(turn) for turn in prompt}.isdisjoint(map(_said, head))
 
@@ -192,16 +193,16 @@ def _repeated(prompt: str, chosen: str, rejected: str) -> int:
 
 
 def require_answers(pair: Items[Encoded], limit: int, origin: str, noun: str = "pair") -> None:
-    """Require answers within the first `limit` tokens of a pair, and different ones.
+    """Require an answer in the first `limit` tokens of both sequences, and that these differ.
 
     Args:
         pair: the two sequences of a record.
         limit: the length to which they are truncated.
         origin: file and line of the record.
-        noun: `pair`, or `answer` where the second sequence is a mismatch of KTO.
+        noun: `pair`, or `answer` if the second sequence is a mismatch of KTO, which may be equal.
 
     Raises:
-        DataError: one of them has no answer left, or both are the same.
+        DataError: a sequence has no answer left, or both are the same.
     """
     chosen, rejected = pair
     none = any((one.labels[1:limit] == IGNORE_INDEX).all() for one in pair)

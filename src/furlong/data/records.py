@@ -73,13 +73,13 @@ class Notes(dict[str, list[int]]):
         self.num_records = 0
 
     def add(self, what: str, file: int, line: int, number: int = 1) -> None:
-        """Count a reason for the record at this file and line."""
+        """Count the reason `what`, `number` times, for the record at this file and line."""
         if number:
             self.setdefault(what, [0, file, line])[0] += number
 
 
 def left_out(notes: Mapping[str, Items[int]], listing: Listing | None = None) -> str:
-    """Return the counts as text, each after a comma, with the first place of each in `listing`."""
+    """Return the counts as text, each after a comma; with `listing`, also its first record."""
     return "".join(
         f", {count:,} {what}" + (f" (first: {listing.files[file].origin(line)})" if listing else "")
         for what, (count, file, line) in notes.items()
@@ -157,15 +157,15 @@ def read_records(
 
 
 def _has_nul(file: SourceFile) -> bool:
-    """Return whether a file begins with a NUL byte among its first ones and is no UTF-16."""
+    """Return whether a file has a NUL byte near its start and is not UTF-16."""
     with _open(file) as opened:
         head = opened.read(_BYTES_LOOKED_AT)
     return b"\0" in head and not head.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
 
 
 def _slices(listing: Listing, key: str) -> list[tuple[int, Items[SourceFile], int, int]]:
-    """Return, for each part of the listing, the number of its first file, its files, and the range
-    of its records (half-open). Raises DataError for an invalid slice and for parts that overlap."""
+    """Return, for each split or slice listed, the number of its first file, its files and its
+    half-open range of records. Raises DataError for an invalid slice and for an overlap."""
     from datasets import ReadInstruction
 
     found: list[tuple[int, Items[SourceFile], int, int]] = []
@@ -297,7 +297,7 @@ def _read_csv(file: SourceFile, note: Note, fields: Collection[str], skip: int) 
 
 
 def _lines(file: SourceFile, note: Note) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers, from 1."""
+    """Yield the number of each line of a file, from 1, and its text."""
     with _open(file) as opened:
         for at in count(1):
             line = opened.readline(MAX_LINE_BYTES + 1)
@@ -314,7 +314,8 @@ def _lines(file: SourceFile, note: Note) -> Iterator[tuple[int, str]]:
 
 
 def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
-    """Yield the objects of a file of JSON; a file of messages is one conversation."""
+    """Yield the number and value of each object in a JSON file. A file of messages alone yields one
+    conversation."""
     rows = _json_objects(file, note)
     talk: list[Mapping[str, Any]] = []
     for at, record in rows:
@@ -333,7 +334,8 @@ def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int)
 
 
 def _json_objects(file: SourceFile, note: Note) -> Rows:
-    """Yield objects that follow each other or are the items of one list, holding one at a time."""
+    """Yield the number and value of each object in a file, with one in memory at a time. The
+    objects follow each other, or are the items of one list."""
     decode = json.JSONDecoder().raw_decode
     with _open(file) as opened:
         pieces = _texts(opened, file, note)
@@ -404,7 +406,8 @@ def _record(value: Any, text: str, note: Note) -> Mapping[str, Any]:
 
 
 def is_message(value: Any) -> bool:
-    """Return whether a value is a message alone: one with the id of a conversation is a record."""
+    """Return whether a value is a message and not a record: a message with an id, such as a
+    conversation's, is a record."""
     keys = value.keys() if isinstance(value, dict) else set[str]()
     is_message = keys >= {"role", "content"} or keys >= {"from", "value"}
     return is_message and not any(key.endswith("_id") and key != "tool_call_id" for key in keys)
@@ -457,8 +460,8 @@ def _read_table(file: SourceFile, note: Note, fields: Collection[str], skip: int
 
 
 def _without_null(value: Any, feature: Any) -> Any:
-    """Return a cell without the null keys of its structs: a table fills the keys that a row lacks
-    and others have with null. A column of type JSON keeps its nulls."""
+    """Return a cell without the null keys of its structs: a table writes null for each key that
+    other rows have and this row lacks. A column of type JSON keeps its nulls."""
     if isinstance(value, dict) and isinstance(feature, dict):
         known = {key: own for key, own in value.items() if own is not None}
         return {key: _without_null(own, feature[key]) for key, own in known.items()}

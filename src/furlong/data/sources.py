@@ -3,9 +3,9 @@
 Listing reads no records: names and endings decide, and the configurations in a data set's card.
 Loading data runs no code of the data: no pickle, no loading script, no remote code.
 
-`datasets` lists files too, but leaves out, silently, each file whose name has no word for a split
-where others have one; its reader of cards writes out all aliases of a card in an error message that
-it composes for valid cards as well; and it has no folders of texts.
+`datasets` lists files too. But it leaves out, silently, each file whose name has no word for a
+split where others have one. For every card, also a valid one, it composes an error message in which
+all YAML aliases of the card are expanded. And it has no folders of texts.
 """
 
 from __future__ import annotations
@@ -132,13 +132,13 @@ class Listing:
 
     @property
     def slices(self) -> tuple[tuple[int, str], ...]:
-        """The parts, if a slice among them leaves records out; else nothing."""
+        """The splits or slices in `parts` if any of them leaves records out; otherwise empty."""
         return self.parts if any(slice for _, slice in self.parts) else ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Meant:
-    """One split of a source, and the key of the run file that names it."""
+    """The split of a source to list, and the key of the run file that names the source."""
 
     source: Source
     split: str | None
@@ -147,7 +147,7 @@ class _Meant:
     """The notes of the listing, which are added to."""
 
     def refusal(self, given: str, required: str, change: str) -> DataError:
-        """Return the error about what a source holds."""
+        """Return the error about files or names in a source that cannot be used."""
         return DataError(given=given, required=required, source=self.key, change=change)
 
     def no_file(self, path: Path, what: str) -> DataError:
@@ -161,8 +161,8 @@ class _Meant:
         )
 
     def not_one_of(self, kind: Literal["name", "split"], known: Items[str]) -> DataError:
-        """Return the error about a name or split that is not among those known, or was not given
-        where there are several."""
+        """Return the error about a configuration's name or a split that is not in `known`, or that
+        is missing where there are several."""
         noun = {"name": "configuration", "split": "split"}[kind]
         wanted = self.source.name if kind == "name" else self.split
         listed = ", ".join(one or "files without a split" for one in known) or f"no {noun}s"
@@ -187,8 +187,8 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
     Args:
         source: the source.
         key: the key of the run file that names it, for messages.
-        fetch: whether files of the hub are downloaded; otherwise they, and those of any other
-            address, are to be read from where they are.
+        fetch: whether files of the hub are downloaded. If not, these, like files at any other
+            address, are read remotely.
 
     Raises:
         DataError: the source does not exist, cannot be read, or is ambiguous.
@@ -222,7 +222,7 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
 
 
 def _by_content(files: list[SourceFile], notes: list[str]) -> list[SourceFile]:
-    """Return the files, as files of JSON if each holds JSON under another name. Raises OSError."""
+    """Return the files, as JSON if all are plain texts that begin like JSON. Raises OSError."""
     for file in files:
         if file.kind != "text" or file.codec is not None:
             return files
@@ -236,7 +236,8 @@ def _by_content(files: list[SourceFile], notes: list[str]) -> list[SourceFile]:
 def is_hub_name(path: str) -> bool:
     """Return whether a source's path means a data set of the hub.
 
-    It does if it is OWNER/NAME, has no ending of a data file, and nothing of that name exists here.
+    The path does if it begins with hf://datasets/, or if it is OWNER/NAME without an ending of a
+    data file and nothing of that name exists here.
     """
     if path.startswith(_HUB):
         return True
@@ -601,8 +602,8 @@ def _named_by_card(
 def _kind_among(names: list[Path], meant: _Meant) -> tuple[list[Path], bool]:
     """Return the files of records, or all files if they are texts, and whether they are records.
 
-    Raises DataError for records among other files. In a data set of the hub these are left out and
-    noted.
+    Raises DataError for records among other files. In a data set of the hub the other files are
+    left out and noted.
     """
     is_of_hub = is_hub_name(meant.source.path)
     records = [name for name in names if _kind_of(name) in _KINDS.values()]
@@ -637,7 +638,7 @@ def _kind_among(names: list[Path], meant: _Meant) -> tuple[list[Path], bool]:
 def _of_split(names: list[Path], are_records: bool, meant: _Meant) -> list[Path]:
     """Return the files of the source's split, or all if they belong to one split.
 
-    Texts of which only some name a split are read as one: test.py is a program. Raises DataError.
+    If only some texts name a split, all are read: test.py is a program. Raises DataError.
     """
     split = meant.split
     described = [name for name in names if are_records or not _is_named_card(name)]
@@ -679,8 +680,9 @@ def _splits_on_disk(folder: Path) -> list[str]:
 
 
 def _refuse_incomplete(records: Iterable[Path], dangling: Iterable[Path], meant: _Meant) -> None:
-    """Require that no link to records leads nowhere and that `train-00000-of-00002` has all its
-    siblings, which an interrupted download lacks. Raises DataError."""
+    """Require that no link to records leads nowhere, and that a shard such as
+    `train-00000-of-00002` has all its siblings: an interrupted download lacks some. Raises
+    DataError."""
     missing = [
         f"{printable(link)}: a link that leads nowhere"
         for link in dangling
@@ -710,7 +712,7 @@ def _some(paths: Items[Path]) -> str:
 
 
 def _plain(file: Path) -> Path:
-    """Return a file's path without the ending of its compression."""
+    """Return a file's path without a suffix of compression such as .gz."""
     return file.with_suffix("") if file.suffix.lower() in _CODECS else file
 
 

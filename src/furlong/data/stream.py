@@ -2,9 +2,9 @@
 
 A source is read in blocks, file after file; seed and epoch determine the order of the files and the
 shuffle of each block, and a thread reads the next block while one is used. The position in a source
-is the record before its block and the number of sequences drawn from the block. A resumed run reads
-that block again and compares its checksum, so that it continues with exactly the next sequence.
-`IterableDataset.shuffle` (datasets 5.2) does not: `load_state_dict` drops what its buffer held.
+is the record before the current block and the number of sequences drawn from the block. A resumed
+run reads that block again and compares its checksum, so that it continues with exactly the next
+sequence. `IterableDataset.shuffle` (datasets 5.2) cannot: `load_state_dict` drops its buffer.
 
 The processes of one machine draw the same sequences. One of them reads each block and writes it
 into a folder, from which the others map it into memory.
@@ -88,7 +88,7 @@ class Cursor:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Cursor:
-        """Return the cursor of which `values` is the `asdict`."""
+        """Return the cursor whose `asdict` is `values`."""
         return cls(**{**values, "block": Position(**values["block"])})
 
 
@@ -106,10 +106,10 @@ class StreamBlock:
 
 
 class SharedBlocks:
-    """A folder through which one process of a machine shares its blocks, or its error.
+    """A folder through which one process of a machine, the reader, shares its blocks or its error.
 
-    All processes draw the same sequences, so each asks for the blocks that the reader reads. None
-    waits for a block that was removed: when a batch starts, all have finished the one before.
+    All processes draw the same sequences, so each asks for the blocks that the reader reads. When a
+    batch starts, all have finished the batch before, so none waits for a removed block.
     """
 
     def __init__(self, folder: Path, reader: int | None = None) -> None:
@@ -132,10 +132,10 @@ class SharedBlocks:
         self, key: str, start: Position, read: Callable[[], StreamBlock],
         is_wanted: Callable[[], bool],
     ) -> StreamBlock | None:  # fmt: skip
-        """Return the block of a key: `read()` in the reader, which shares it, or the shared block.
+        """Return a key's block: the reader calls `read` and shares it, other processes wait.
 
-        Returns None once `is_wanted()` is false. Raises the UserError that `read` raises, in every
-        process.
+        A process that waits returns None once `is_wanted()` is false. Raises the UserError that
+        `read` raises, in every process.
         """
         place = self._folder / key
         if self._reader is not None:
@@ -179,7 +179,7 @@ class SharedBlocks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, place: Path, facts: dict[str, Any], arrays: Iterable[Any] = ()) -> None:
-        """Write a file of the size of `facts` as JSON, `facts`, and the arrays.
+        """Write a file: the number of bytes of `facts` as JSON, `facts` itself, and the arrays.
 
         There is no fsync, since the file need not outlive the run.
         """
@@ -224,8 +224,8 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _unpacked(start: Position, found: npt.NDArray[np.uint8]) -> StreamBlock:
-    """Return the block in the bytes of a file, without notes: the process that read it prints them.
-    Raises the reader's error as DataError."""
+    """Return the block in the bytes of a shared file (`found`). It has no notes: the process that
+    wrote the file prints them. Raises that process's error as DataError."""
     stop = 8 + int(found[:8].view(np.int64)[0])
     facts = json.loads(found[8:stop].tobytes())
     if "error" in facts:
@@ -287,7 +287,7 @@ class Reader:
         self._encoded: Generator[tuple[SourceRecord, list[Encoded]]] | None = None
 
     def go_to(self, cursor: Cursor) -> None:
-        """Continue at a cursor."""
+        """Move to a cursor, from which sequences are then drawn."""
         self._num_moves += 1
         self.cursor = cursor
         self.block: StreamBlock | None = None
@@ -328,7 +328,7 @@ class Reader:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of the current block and the next one, as far as they are known."""
+        """The keys, in `SharedBlocks`, of the current block and the next, as far as known."""
         known = [self.cursor.block]
         if self.block is not None:
             known += [self.block.start, self.block.end]
@@ -400,8 +400,8 @@ class Reader:
     def _encode(self, start: Position) -> Generator[tuple[SourceRecord, list[Encoded]]]:
         """Yield the records from a position to the end of its epoch, with their sequences.
 
-        Files are numbered in the epoch's order. With a limit the order is the listing's, since the
-        limit means the first records.
+        Files are numbered in the epoch's order. With a limit on records this is the order of the
+        listing, since the limit means the first records.
         """
         files, skipped = self.listing.files, 0
         if self._limit is None:
@@ -422,8 +422,8 @@ class Reader:
         yield from encode(records(), self._tokenizer, self.reading, self._notes)
 
     def _fitted(self, record: SourceRecord, sequences: list[Encoded]) -> list[Encoded]:
-        """Return the sequences of a record, cut or left out as data.too_long says. Raises
-        DataError where it is `error`."""
+        """Return the sequences of a record, cut or left out as data.too_long says. Raises DataError
+        for one that is too long and may not be cut."""
         limit, too_long = self._settings.max_seq_len, self._settings.too_long
         if self._settings.join:
             return sequences
@@ -461,7 +461,7 @@ def _joined(found: Items[tuple[str, Encoded]], limit: int) -> list[tuple[str, En
 
 
 class StreamSet:
-    """Sequences of one or more sources, drawn so that each has its share of the tokens."""
+    """Sequences of one or more sources, drawn so that each source has its share of the tokens."""
 
     noun = "sequence"
 
@@ -478,7 +478,7 @@ class StreamSet:
             seed: the seed of the run, which determines every order.
             say: called with a line when records are left out for a new reason.
             key: the key of the run file that names the sources.
-            shared: opens the folder of blocks where several processes of this machine draw them.
+            shared: opens the folder of shared blocks; None for a single process.
 
         Raises:
             UserError: a source cannot be read, or two sources name one file.
@@ -501,7 +501,7 @@ class StreamSet:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a sequence may have: those to come are not known."""
+        """The most tokens that a sequence may have: a sequence not read yet may be that long."""
         return self._settings.max_seq_len
 
     @cached_property
@@ -531,7 +531,7 @@ class StreamSet:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Checksums of what determines the sequences beside the files' contents."""
+        """Checksums, by name, of all that determines the sequences except the files' contents."""
         settings = self._settings
         named = {
             f"the names of the files of {named_source(reader.source)}": cache_key(
@@ -552,7 +552,7 @@ class StreamSet:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Require token ids and labels below `vocab_size`.
 
-        Raises DataError, for blocks to come when they are read.
+        Raises DataError: now for blocks in memory, later for those that are read later.
         """
         self._vocab_size = vocab_size
         for reader in self._readers:
@@ -577,7 +577,7 @@ class StreamSet:
         return f"batches of {of}; plans are for {self.longest:,} tokens, which one may have"
 
     def batches(self, size: StepSize, state: LoaderState) -> Iterator[TrainBatch]:
-        """Yield batches without end, from a state of `Batch.next_state` on. Raises DataError."""
+        """Yield batches without end, from a `TrainBatch.next_state` on. Raises DataError."""
         self._begin(state)
         while True:
             if self._shared is not None:
@@ -608,7 +608,7 @@ class StreamSet:
                 reader.go_to(cursor)
 
     def _due(self) -> Reader:
-        """Return the reader of the source that lacks most tokens of its share."""
+        """Return the reader of the source that is furthest below its share of the drawn tokens."""
         total = sum(reader.cursor.num_tokens for reader in self._readers)
 
         def lacks(reader: Reader) -> float:

@@ -185,13 +185,14 @@ def load_tokenizer(
 
 
 def _changed(files: Mapping[str, bytes], values: Mapping[str, Any], name: str = _CONFIG) -> bytes:
-    """Return a JSON file of a tokenizer with some values replaced."""
+    """Return the bytes of a tokenizer's JSON file `name` with some values replaced."""
     kept = json.loads(files.get(name, b"{}"))
     return (json.dumps({**kept, **values}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _difference(own: Any, other: Any, reason: str) -> str:
-    """Return in words how another tokenizer differs on `_PROBES`, or an empty text."""
+    """Return in words how the tokenizer `other` differs on `_PROBES`, or an empty text. `reason`:
+    why it could not be loaded, if it is None."""
 
     def ids(tokenizer: Any, text: str) -> Any:
         try:
@@ -209,7 +210,7 @@ def _difference(own: Any, other: Any, reason: str) -> str:
 
 
 def _apply_flags(tokenizer: Any, flags: Mapping[str, Any]) -> bool:
-    """Apply flags of tokenizer_config.json, and return whether add_bos_token or add_eos_token was.
+    """Apply flags of tokenizer_config.json; return whether those for BOS and EOS were applied.
 
     transformers 4 applied them in some classes; transformers 5 ignores them beside a
     tokenizer.json. Flags that are not applied are printed. `legacy` matters only when transformers
@@ -251,8 +252,8 @@ def _added(tokenizer: Any, texts: Iterable[str]) -> tuple[list[int], list[int]]:
 
 
 def with_begin(text: str, tokenizer: Any) -> list[int]:
-    """Return the ids of a prompt, with the tokens that the tokenizer puts before a text unless it
-    begins with them."""
+    """Return the ids of a prompt. Tokens that the tokenizer puts before a text, such as BOS, come
+    first, unless the prompt begins with them."""
     before, _ = _added(tokenizer, (text[:64], *_PROBES))
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids if ids[: len(before)] == before else [*before, *ids]
@@ -338,7 +339,7 @@ def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
 
 
 def tokenizer_checksum(tokenizer: Any) -> str:
-    """Return a checksum of what determines the ids of a text, with chat templates."""
+    """Return a checksum of all that determines the ids of a text, chat templates included."""
     import tokenizers
     import transformers
 
@@ -394,13 +395,13 @@ def tokenized(
 
 
 def _has_own_end(own: Items[Rendered | Encoded]) -> bool:
-    """Return whether EOS is added to these sequences: neither a template nor ids ended them."""
+    """Return whether EOS is added to these sequences: texts that no chat template wrote."""
     return isinstance(own[0], Rendered) and not own[0].by_template
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Yield batches, with which the tokenizer uses threads, of bounded size. All texts of a batch
-    are by a template, or none is."""
+    """Yield batches of bounded size, for which the tokenizer uses threads. A chat template has
+    written all texts of a batch, or none of them."""
     batch: list[Item] = []
     num_chars = 0
     for record, own in items:
@@ -491,10 +492,10 @@ def _encode(
 
 @contextmanager
 def _whole_tokens(tokenizer: Any, masked: bool) -> Iterator[None]:
-    """Include white space in the offsets of tokens inside the context.
+    """Context manager: include white space in the character offsets of tokens.
 
-    With `trim_offsets` the post-processor leaves it out, and a token of white space alone, such as
-    an indent of code, has no characters.
+    With `trim_offsets` the post-processor leaves white space out, and a token of white space alone,
+    such as an indent of code, has no characters.
     """
     own: Any = tokenizer.backend_tokenizer.post_processor if masked else None
     state = b"" if own is None else own.__getstate__()

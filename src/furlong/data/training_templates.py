@@ -62,8 +62,8 @@ def marks_of(template: str) -> frozenset[str]:
 
 
 def fitting_templates(has_token: Callable[[str], bool]) -> list[str]:
-    """Return the names of furlong's templates whose special tokens a vocabulary has, or else of
-    those that name none."""
+    """Return the names of furlong's templates whose special tokens are all in a vocabulary. If
+    there are none, return the names of those without special tokens."""
     marks = {name: marks_of(text) for name, text in training_templates().items()}
     fitting = [name for name, own in marks.items() if own and all(map(has_token, own))]
     return fitting or [name for name, own in marks.items() if not own]

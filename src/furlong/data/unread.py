@@ -35,9 +35,15 @@ class Unread:
         self, notes: Notes, template: str, needed: tuple[str, ...], lost: Mapping[str, str],
         has_answers: bool,
     ) -> None:  # fmt: skip
-        """Take the notes to add to, the text of the chat template (the keys of messages that it
-        names are read), and of the format of records its needed fields, the lost ones with where to
-        write them, and whether it holds answers, which `label` may call undesirable."""
+        """Start all counts at 0.
+
+        Args:
+            notes: counts to add to.
+            template: the text of the chat template; message keys that it names count as read.
+            needed: the fields that the format of the records needs.
+            lost: fields that only other trainers read, and where to write their values instead.
+            has_answers: whether the records hold answers, which `label` may call undesirable.
+        """
         self._notes, self._template = notes, template
         self._needed, self._lost, self._has_answers = needed, lost, has_answers
         self._marks: dict[str, Any] = {}
@@ -57,7 +63,7 @@ class Unread:
             record: the record, under furlong's names.
             read: the fields that were read.
             found: what its format made of the record, or the reason why it is left out.
-            names: the data's names of fields, by furlong's.
+            names: the data's name of each field, by furlong's name.
 
         Raises:
             DataError: a field that nothing reads may select what is trained on, or other trainers
@@ -82,7 +88,7 @@ class Unread:
 
     def _of_others(self, name: str, value: Any, theirs: str) -> tuple[str, str, str] | None:
         """Return the error's parts (given, required, change) about a field that other trainers
-        read; None for any other field. `theirs`: the data's name of it."""
+        read; None for any other field. `theirs`: the data's name of the field."""
         if value and name in self._lost:
             return (
                 f"{name} beside {self._needed[0]}, which would be lost",
@@ -100,7 +106,8 @@ class Unread:
         return None
 
     def _check_answer(self, record: SourceRecord, turn: Turn) -> None:
-        """Raise DataError for a key of answers with a switch that differs from other answers'."""
+        """Raise DataError if a key of an answer that nothing reads may exclude answers from the
+        loss: its values are switches that differ between answers."""
         marks = {
             key: value
             for key, value in turn.items()
@@ -130,8 +137,8 @@ class Unread:
 
 def _refusal(name: str, value: Any, messages: str, one: Any = None) -> tuple[str, str, str] | None:
     """Return the error's parts (given, required, change) about a field that nothing reads and that
-    may select what is trained on; None for any other field. `one`: what the format made of the
-    record."""
+    may select what is trained on; None for any other field. `messages`: the data's name of the
+    field `messages`; `one`: what the format made of the record."""
     turns = one.turns if isinstance(one, Turns) else []
     leave_out = f"set data.fields: {{unused: [{name}]}}"
     if name in ("chosen", "rejected") and turns and turns[-1]["role"] != "assistant":
@@ -226,13 +233,13 @@ def _is_off(value: Any) -> bool:
 
 
 def _differs(name: str, value: list[Any]) -> bool:
-    """Return whether the numbers differ, or exclude everything that they belong to."""
+    """Return whether numbers that may be a mask differ, or are all 0, which masks everything."""
     is_off = not value[0] and ("position" in name or not name.endswith("_ids"))
     return is_off or len(set(value)) > 1
 
 
 def _marks_tokens(name: str, value: Any, own: Encoded) -> bool:
-    """Return whether a field beside tokens may mark each of them, or where packed sequences end."""
+    """Return whether a field beside `input_ids` may be a token mask or ends of packed sequences."""
     # tokenizers return a special_tokens_mask, which is no loss mask
     is_named = bool(_MARKING.search(name)) and name != "special_tokens_mask"
     if isinstance(value, str):
