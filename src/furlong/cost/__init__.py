@@ -1,1 +1,1 @@
-"""The cost of a plan: FLOPs, bytes and seconds of its actions, from plain numbers."""
+"""The cost of a plan: FLOPs, bytes and seconds of its actions (passes, messages, collectives)."""

@@ -1,6 +1,6 @@
-"""Presets of sequence lengths: samples from the length distributions that papers state.
+"""Presets of sequence lengths: length distributions that papers state, and samples from them.
 
-A preset is a list of (tokens, share of sequences shorter than that). Between two stated points
+A preset is a list of points (tokens, share of sequences with fewer tokens). Between two points
 lengths are log-uniform, and so they are from `shortest_tokens` to the first point and from the last
 point to `longest_tokens`. A sample thus keeps each stated share; all else is an assumption (see
 `assumed` of each preset and docs/presets.md). K is 1,024 tokens.
@@ -34,7 +34,7 @@ class LengthPreset:
     """Assumptions beyond what the source states."""
 
     def points(self) -> tuple[tuple[int, float], ...]:
-        """Return the whole distribution: (tokens, share of sequences with fewer), from 0 to 1."""
+        """Return points (tokens, share of sequences with fewer tokens) from share 0 to share 1."""
         inside = [(tokens, share) for tokens, share in self.stated if tokens < self.longest_tokens]
         return ((self.shortest_tokens, 0.0), *inside, (self.longest_tokens, 1.0))
 
@@ -63,10 +63,10 @@ def sample_lengths(
     *,
     max_seq_len: int | None = None,
 ) -> tuple[int, ...]:
-    """Draw `count` lengths with a seed. Sequences beyond `max_seq_len` are excluded, as in
-    ChunkFlow, and replaced by others.
+    """Draw `count` lengths from the preset `name`. Sequences beyond `max_seq_len` are left out of
+    the distribution, as in ChunkFlow, and not shortened.
 
-    Raises ConfigError for an unknown name, and if `max_seq_len` excludes all sequences.
+    Raises ConfigError for an unknown name, and if `max_seq_len` leaves out all sequences.
     """
     preset = length_preset(name)
     points = preset.points()
@@ -92,8 +92,8 @@ def sample_lengths(
 def draw_with_longest(
     name: str, count: int, seed: int = 0, *, max_seq_len: int | None = None
 ) -> tuple[int, ...]:
-    """Return the preset's longest length and `count` - 1 drawn ones: a plan that fits them fits the
-    worst step of such data."""
+    """Return the preset's longest length and `count` - 1 drawn ones. A plan that fits these lengths
+    fits the worst step of such data."""
     others = sample_lengths(name, count - 1, seed, max_seq_len=max_seq_len)
     longest = length_preset(name).longest_tokens
     return (longest if max_seq_len is None else min(longest, max_seq_len), *others)

@@ -3,11 +3,11 @@
     Machine.named("H100")                     # data sheet and assumptions
     Machine.named("H100").calibrated("bfloat16")   # measured by furlong calibrate, if it was run
 
-Efficiency saturates with the tokens of a call: best * t / (t + half_tokens). Equivalently a call
-costs its FLOPs at the best rate plus a fixed time worth `half_tokens` tokens. Without this term
-each search would pick the smallest chunk. InfiniPipe (Appendix B) and ChunkFlow (Table 6) report
-the same shape: fewer tokens per call, less throughput. Costs that no data sheet states and that are
-small for large models (element-wise kernels, slices, tiles) are 0 until a calibration.
+Efficiency saturates with the tokens t of a call: best * t / (t + half_tokens). Equivalently a call
+costs its FLOPs at the best rate plus a fixed time worth `half_tokens` tokens. Without the fixed
+time each search would pick the smallest chunk. InfiniPipe (Appendix B) and ChunkFlow (Table 6)
+report the same shape: fewer tokens per call, less throughput. Costs that no data sheet states and
+that are small for large models (element-wise kernels, slices, tiles) are 0 until a calibration.
 
 Seconds on a link: latency plus bytes over bandwidth, per collective (InfiniPipe, Eq. 2).
 
@@ -16,7 +16,7 @@ not depend on the size of the group. Between nodes it is one device's share of i
 
 Data sheets are in known_machines.toml, with their sources. All else (efficiencies, launch times,
 reserved memory, topology of a node) is assumed until `furlong calibrate` measures it with the
-executor, and writes a JSON file for the card and the dtype to the user's cache.
+executor and writes a JSON file for the card and the dtype to the user's cache.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CPU_TILE_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Share of peak FLOPs as a function of the tokens of a call."""
+    """Share of the peak FLOPs per second that a kernel reaches, by the tokens of a call."""
 
     best: float
     half_tokens: float
@@ -85,7 +85,7 @@ class Efficiency:
     """Factor of `best` for causal squares of several slices in one call."""
 
     def share(self, call: AttentionCall) -> float:
-        """Return the factor of `best` for a kind of attention call."""
+        """Return the factor that multiplies `best` for a kind of attention call."""
         return {"full": 1.0, "square": self.square, "packed": self.packed}[call]
 
 
@@ -100,7 +100,7 @@ EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
 
 @dataclass(frozen=True)
 class Machine:
-    """One device of a cluster, and its links to the others."""
+    """One device of a cluster, and its links to the other devices."""
 
     name: str
     peak_flops_per_s: float
@@ -176,8 +176,8 @@ class Machine:
         return replace(nearest, card=device_name, memory_bytes=memory_bytes)
 
     def attended_by(self, kernel: str) -> Machine:
-        """Return the card with the rates that known_machines.toml assumes for another attention
-        kernel; unchanged if it has none."""
+        """Return this card with the rates that known_machines.toml assumes for the attention kernel
+        `kernel`; unchanged if the file has none."""
         card = _known()["cards"].get(self.name, {})
         rates = _known()["efficiency"].get(card.get("efficiency"), {}).get("attention", {})
         if kernel not in rates:
@@ -194,7 +194,8 @@ class Machine:
         return self.memory_bytes - self.reserved_bytes
 
     def seconds_between(self, seconds: float) -> tuple[float, float]:
-        """Return the range of predicted seconds, by the error of calibration or assumptions."""
+        """Return the least and the most seconds that a step of predicted `seconds` may take, by the
+        error of the calibration or of the assumptions."""
         error = ASSUMED_ERROR[self.device_type] if self.time_error is None else self.time_error
         return seconds / (1 + error), seconds * (1 + error)
 
@@ -204,7 +205,7 @@ class Machine:
         num_local: int = 1,
         free_bytes: int | None = None,
     ) -> tuple[int, str]:
-        """Return the device's budget in bytes and words for its origin.
+        """Return the device's memory budget in bytes, and words that say where it comes from.
 
         Args:
             given: The budget that the user set (words warn if it exceeds the memory); "auto": a
@@ -225,12 +226,13 @@ class Machine:
         return card_budget_bytes(free_bytes), f"95% of what is free, as {self.name}"
 
     def margin(self, otherwise: float) -> float:
-        """Return the share of a device's budget to leave free: `otherwise` if not calibrated."""
+        """Return the share of a device's memory budget to leave free: the calibration's memory
+        error or, without a calibration, `otherwise`."""
         return otherwise if self.memory_error is None else max(_LEAST_MARGIN, self.memory_error)
 
     def computing_in(self, dtype: str) -> Machine:
-        """Return the device with the peak of `dtype`; unchanged if none is known (16 bits, CPUs).
-        `half_tokens` changes with the peak, and grows with the bytes of a weight to be read."""
+        """Return the device with the peak FLOPs of `dtype`; unchanged if none are known (16 bits,
+        CPUs). `half_tokens` grows with the peak and with the bytes of a weight to be read."""
         peak = self.wide_flops_per_s.get(dtype)
         if peak is None:
             return self
@@ -243,8 +245,7 @@ class Machine:
         return replace(self, peak_flops_per_s=peak, **changed)
 
     def measured(self, figures: Mapping[str, Any]) -> Machine:
-        """Return the machine with measured figures in place of assumed ones: values of fields, and
-        links by name."""
+        """Return the machine with measured `figures` (field or link -> value) for assumed ones."""
         links = {name: value for name, value in figures.items() if isinstance(value, Link)}
         fields = {name: value for name, value in figures.items() if name not in links}
         measurements = {**self.measurements, **figures}
@@ -253,15 +254,14 @@ class Machine:
         )
 
     def calibration_file(self, dtype: str) -> Path:
-        """Return the default file of `furlong calibrate`, in the user's cache."""
+        """Return the file that `furlong calibrate` writes by default, in the user's cache."""
         name = self.name if self.device_type == "cpu" else self.card or self.name
         return user_cache() / f"calibration-{re.sub(r'[^-.A-Za-z0-9]+', '-', name)}-{dtype}.json"
 
     def calibrated(self, dtype: str, file: Path | None = None) -> Machine:
-        """Return the machine with the calibration for `dtype` from the user's cache or `file`; if
-        there is none, `computing_in(dtype)`. Calibrated rates are shares of the 16-bit peak in any
-        dtype. Raises ConfigError for a file that `save` has not written.
-        """
+        """Return the machine with the calibration for `dtype` from `file` or the user's cache. If
+        there is none, or one of another machine, return `computing_in(dtype)`. Calibrated rates are
+        shares of the 16-bit peak in any dtype. Raises ConfigError unless `save` wrote the file."""
         file, assumed = file or self.calibration_file(dtype), self.computing_in(dtype)
         if not os.path.exists(file):
             return assumed
@@ -277,7 +277,7 @@ class Machine:
         return replace(found, origin=words)
 
     def save(self, file: str | Path, dtype: str) -> None:
-        """Write the measurements to a file for `calibrated`."""
+        """Write the measurements to a file that `calibrated` reads."""
         links = {n: of for n, of in self.measurements.items() if isinstance(of, Link)}
         values = {
             "version": CALIBRATION_VERSION, "hardware": self.name, "machine": self.card,
@@ -302,8 +302,8 @@ _DIVISORS = {
 
 
 def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the machine and dtype of a calibration file, and its figures. Raises ConfigError for a
-    file that `Machine.save` has not written."""
+    """Return what a calibration file was measured for (hardware, machine, dtype), and its figures
+    by name. Raises ConfigError for a file that `Machine.save` has not written."""
     source, again = f"the calibration file {file}", "run furlong calibrate again"
     values = read_object(file, source=source, change=again)
     try:
@@ -331,8 +331,8 @@ def _read_calibration(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def this_cpu() -> Machine:
-    """Return this machine, with memory from the system and fixed rates per core, so that decisions
-    are reproducible."""
+    """Return the `Machine` of this computer's CPU, with the system's memory and with fixed rates
+    per core, so that plans are reproducible."""
     memory = psutil.virtual_memory().total
     cores = os.cpu_count() or 1
     copy = 1e10
@@ -381,8 +381,8 @@ def _cpu_words() -> str:
 
 
 def one_of(spec: Machine, num_local: int) -> Machine:
-    """Return the device of one of `num_local` processes that form a node, with an equal part of its
-    RAM and of a CPU's cores."""
+    """Return `spec` as one of `num_local` processes of a node sees it: with an equal part of a
+    CPU's FLOPs, or of a GPU node's RAM."""
     links, before = replace(spec.links, devices_per_node=num_local), spec.links.devices_per_node
     if spec.device_type == "cpu":
         return replace(spec, links=links, peak_flops_per_s=spec.peak_flops_per_s / num_local)
@@ -395,35 +395,34 @@ def are_links_measured(spec: Machine) -> bool:
 
 
 def free_ram_budget_bytes() -> int:
-    """Return three fifths of the RAM that is free now, with a cgroup's limit respected, rounded
-    down to four binary digits so that small changes do not matter.
+    """Return three fifths of the RAM that is free now, also under a cgroup's limit. The bytes are
+    rounded down to four significant binary digits, so that small changes do not matter.
 
-    A process uses a fourth to a third more than predicted (benchmarks/step.py: predicted peaks are
-    0.76 to 0.80 of the measured ones), since the C library's heap keeps freed memory.
+    A process uses a fourth to a third more RAM than predicted (benchmarks/step.py: predicted peaks
+    are 0.76 to 0.80 of the measured ones), since the C library's heap keeps freed memory.
     """
     return ram_budget_bytes(min(psutil.virtual_memory().available, _free_in_control_group()))
 
 
 def ram_budget_bytes(free_bytes: int) -> int:
-    """Return the bytes of free RAM that plans may use."""
+    """Return how many of `free_bytes` of RAM plans may use."""
     return rounded_budget(free_bytes * 3 // 5)
 
 
 def card_budget_bytes(free_bytes: int) -> int:
-    """Return the bytes of a card's free memory that plans may use: less than all, as the allocator
-    leaves gaps."""
+    """Return how many of a card's free bytes plans may use; the allocator's gaps take the rest."""
     return rounded_budget(free_bytes * 19 // 20)
 
 
 def rounded_budget(num_bytes: int) -> int:
-    """Round `num_bytes` down to four binary digits."""
+    """Round `num_bytes` down to four significant binary digits."""
     step = 1 << max(0, num_bytes.bit_length() - 4)
     return num_bytes // step * step
 
 
 def _free_in_control_group(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the free bytes under a container's limit (cgroup v2), where cached files count as
-    free; 2**62 without a limit."""
+    """Return the bytes that a container's memory limit (cgroup v2) leaves free. Cached files count
+    as free. Without a limit, return 2**62."""
     try:
         limit = int((root / "memory.max").read_text())
         used = int((root / "memory.current").read_text())
@@ -449,7 +448,7 @@ class Link:
 
 @dataclass(frozen=True)
 class ClusterLinks:
-    """The links of a cluster of equal nodes."""
+    """Latency and bandwidth of the links in a cluster of equal nodes."""
 
     devices_per_node: int
     within_node: Link
@@ -466,11 +465,11 @@ class ClusterLinks:
         return self.collectives.get(collective + _BETWEEN if between else collective, plain)
 
     def to(self, target: OffloadTarget) -> Link:
-        """Return the link of a device to an offload target."""
+        """Return the link of a device to an offload target (CPU memory or disk)."""
         return self.host if target == "cpu" else self.disk
 
     def with_links(self, links: Mapping[str, Link]) -> ClusterLinks:
-        """Return a copy with some links replaced, by name."""
+        """Return a copy in which `links` (name -> link) replace links of the same names."""
         plain: dict[str, Any] = {name: links[name] for name in _LINKS if name in links}
         collectives = {name: link for name, link in links.items() if name not in plain}
         return replace(self, collectives={**self.collectives, **collectives}, **plain)
@@ -485,11 +484,11 @@ class ClusterLinks:
         return self.link("p2p", between).seconds(num_bytes)
 
     def effective(self, collective: Collective, group_size: int, num_nodes: int = 1) -> Link:
-        """Return the link of one device in a group, for the bytes that the device itself moves.
+        """Return the link that one device has in a collective, for the bytes that the device moves.
 
         The group is spread evenly over `num_nodes` nodes. A ring enters each node once: each byte
         crosses a node's adapters once, and each of the node's g devices moves 1/g of the bytes. In
-        an all-to-all each device sends to all others, and waits for the slower of both links.
+        an all-to-all each device sends to all others, and waits for the slower of the two links.
         """
         if num_nodes <= 1 or group_size <= 1:
             return self.link(collective, False)
@@ -509,8 +508,8 @@ class ClusterLinks:
         """Return the seconds of a collective.
 
         `num_bytes`: size of the larger side on one device: the gathered result, the gradient before
-        it is scattered, the buffer of an all-to-all. All but the device's own share moves, in an
-        all_reduce twice.
+        it is scattered, the buffer of an all-to-all. All but the device's own share of them moves,
+        in an all_reduce twice.
         """
         if group_size <= 1:
             return 0.0
@@ -531,7 +530,7 @@ def known_machines() -> dict[str, Machine]:
 
 
 def known_card(device_name: str) -> Machine | None:
-    """Return the known card with this driver name, or None."""
+    """Return the card of known_machines.toml that has this driver name, or None."""
     cards = _known()["cards"].items()
     name = next((name for name, card in cards if device_name in card["driver_names"]), None)
     return None if name is None else known_machines()[name]

@@ -1,11 +1,11 @@
-"""Memory simulation: bytes of a rank in each memory, by action of its plan.
+"""Memory simulation: bytes that a plan's rank holds in each memory during each of its actions.
 
     memory = PlanMemory(shape, training, budget_bytes)
     check(plan, memory)                    # the checker's Memory: refuses a plan that does not fit
     memory.curve(plan, rank).peak          # parts of memory at the rank's peak
 
 The simulation follows the passes that the executor runs, and adds up tensors as they are allocated
-and freed:
+and freed. A cell is one chunk at one stage:
 
     ids            token ids and positions: from stage 0's Forward to its Backward
     gradients      of a stage: made by its first Backward, layer by layer, as the graph is freed
@@ -71,7 +71,7 @@ from furlong.plan.plan import (
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
 TensorKind = Literal["kv", "kv_gradients", "inputs", "attention", "graphs"]
-"""Kinds of memory that can be offloaded."""
+"""Kinds of tensors that can be offloaded."""
 TENSOR_KINDS: tuple[TensorKind, ...] = get_args(TensorKind)
 MemoryPart = Literal[
     "weights", "gradients", "optimizer", "activations", "kv", "kv_gradients", "states", "logits",
@@ -97,7 +97,7 @@ _OF_A_LAYER: tuple[MemoryPart, ...] = ("gradients", "activations", "states", "bu
 
 @dataclass(frozen=True)
 class PlanTraffic:
-    """Copies of one rank to and from offload targets, as arrays (actions, kinds)."""
+    """Copies of one rank to and from CPU memory and disk, as arrays (actions, tensor kinds)."""
 
     offload: Offload
     read: NDArray[np.float64]
@@ -109,7 +109,7 @@ class PlanTraffic:
     num_writes: NDArray[np.float64]
 
     def to_json(self) -> dict[TensorKind, dict[str, Any]]:
-        """Return the target and the bytes read and written of each kind with any copies."""
+        """Return by kind of tensor the offload target, and the bytes read and written if any."""
         sums = zip(TENSOR_KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
         moved = {kind: (round(float(read)), round(float(written))) for kind, read, written in sums}
         return {
@@ -119,20 +119,21 @@ class PlanTraffic:
         }
 
     def of(self, target: OffloadTarget) -> list[int]:
-        """Return the columns of the kinds that are offloaded to a target."""
+        """Return the column indices of the kinds of tensors that are offloaded to `target`."""
         return [i for i, kind in enumerate(TENSOR_KINDS) if target_of(self.offload, kind) == target]
 
 
 def target_of(offload: Offload, kind: TensorKind) -> OffloadTarget:
-    """Return the offload target of a kind; gradients of K,V have the same target as K,V."""
+    """Return the offload target of a kind of tensor. Gradients of K,V go where K,V go."""
     target: OffloadTarget = getattr(offload, kind.removesuffix("_gradients"))
     return target
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes of one rank during each of its actions. If the rank is a pool of several processes:
-    bytes of the process that needs most, and traffic of the process with most traffic."""
+    """Bytes that one rank of a plan holds during each of its actions. A rank may be several
+    sequence-parallel processes: bytes are those of the process that needs most during the action,
+    and traffic is that of the process with most traffic."""
 
     device: NDArray[np.int64]
     """(actions, parts): bytes at the action's peak."""
@@ -150,19 +151,19 @@ class MemoryCurve:
 
     @cached_property
     def device_bytes(self) -> list[int]:
-        """Bytes on the device by action, summed over parts."""
+        """Bytes on the device during each action, summed over the parts of memory."""
         totals: list[int] = self.device.sum(axis=1).tolist()
         return totals
 
     @property
     def lower_bytes(self) -> list[int]:
-        """Bytes in CPU memory plus bytes on disk at each action."""
+        """Bytes in CPU memory plus bytes on disk during each action."""
         totals: list[int] = (self.cpu + self.disk).tolist()
         return totals
 
     @property
     def peak(self) -> dict[MemoryPart, int]:
-        """Bytes of each part at the action with the highest sum."""
+        """Bytes of each part of memory during the action that needs most on the device."""
         if not self.device_bytes:
             return dict.fromkeys(PARTS, 0)
         at = self.device_bytes.index(self.peak_bytes)
@@ -170,7 +171,7 @@ class MemoryCurve:
 
     @property
     def peak_bytes(self) -> int:
-        """Highest bytes on the device."""
+        """Most bytes on the device during any action."""
         return max(self.device_bytes, default=0)
 
     @property
@@ -189,7 +190,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of one stage on one process, per token unless stated otherwise."""
+    """Bytes that one process needs for a stage, per token of a chunk unless stated otherwise."""
 
     graph_layers: tuple[float, ...]
     """Bytes of each layer's graph."""
@@ -225,7 +226,7 @@ class StageBytes:
     it is accumulated; 0 except at the last stage."""
 
     def attention(self, layers: range) -> float:
-        """Return the bytes per token of the attention outputs of some layers."""
+        """Return the bytes per token of the attention outputs of `layers`."""
         if layers not in self._sums:
             self._sums[layers] = sum(self.attention_layers[layers.start : layers.stop])
         return self._sums[layers]
@@ -236,7 +237,7 @@ class StageBytes:
         return max(self.attention_layers, default=0.0)
 
     def graph(self, recompute_layers: int = 0) -> float:
-        """Return the bytes per token of the stage's graph with its first layers checkpointed."""
+        """Return the bytes per token of the graph, with `recompute_layers` checkpointed."""
         if recompute_layers not in self._sums:
             kept = sum(self.graph_layers[recompute_layers:])
             self._sums[recompute_layers] = kept + recompute_layers * self.message + self.ends
@@ -244,7 +245,7 @@ class StageBytes:
 
     @cached_property
     def _sums(self) -> dict[range | int, float]:
-        """Cache: range of layers -> bytes of attention; checkpointed layers -> bytes of graph."""
+        """Cache: layers -> bytes of attention outputs; `recompute_layers` -> bytes of the graph."""
         return {}
 
 
@@ -256,10 +257,11 @@ def stage_bytes(
     training: Training,
     factor: float = 1.0,
 ) -> StageBytes:
-    """Return the bytes per token of cells of `stage`; `factor`: a calibration's factor of graphs.
+    """Return the bytes of a stage per token of a chunk. `factor`: measured bytes of a graph over
+    counted ones, from a calibration.
 
     Graphs are those of transformers' modules with chunk attention. Logits exist for one tile at a
-    time: in compute dtype and in float32, with their log-softmax and both gradients.
+    time: in compute dtype and in float32, each with its gradient, and as a log-softmax.
     """
     element = training.compute_bytes
     first = sum(stages[:stage])
@@ -271,7 +273,7 @@ def stage_bytes(
     is_last = stage == len(stages) - 1
     hidden = element * shape.hidden_size
     wide = max(element, _FLOAT32)
-    lse = wide * shape.num_heads
+    lse = wide * shape.num_heads  # a log-sum-exp is float32 at least, whatever the dtype
     widest = max((layer.width for layer in own), default=0)
     scans = [layer.scan_saved[element > 2] * max(1, element // 4) / element for layer in own]
     states = [layer.state_bytes(element) for layer in own]
@@ -316,7 +318,7 @@ _STAGING_BYTES, _NUM_LARGEST = 2**25, 5
 
 
 def tile_tokens(vocab_size: int, device_type: str) -> int:
-    """Return the tokens per tile of the loss, so that logits are small compared to activations.
+    """Return the number of tokens per tile of the loss: logits are then small beside activations.
 
     On a CPU 128 to 256: fewer cost time, more cost memory and gain little. Measured on one thread
     in float32 with D 896 and a trained head; milliseconds per token and MiB of peak above the start
@@ -353,22 +355,23 @@ class PlanMemory:
     """cuda or cpu: decides the sizes of segments of the store and of tiles of the loss."""
 
     def cell(self, stages: tuple[int, ...], stage: int) -> StageBytes:
-        """Return the bytes per token of cells of one stage."""
+        """Return the bytes of one stage per token of a chunk."""
         return stage_bytes(self.shape, stages, stage, self.training, self.activation_factor)
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
-        """Return the peak bytes of the loss at the last stage (0 at others): a tile's logits or, in
-        a backward, their gradient with the head's gradient if that is more."""
+        """Return the peak bytes of the loss at the last stage (0 at other stages): a tile's logits
+        or, in a backward if that is more, their gradient with the head's gradient."""
         tile = min(num_tokens, tile_tokens(self.shape.vocab_size, self.device_type))
         num_logits = self.shape.vocab_size * tile if cell.logit else 0.0
         gradient = max(self.training.compute_bytes, _FLOAT32) * num_logits + cell.head_gradient
         return max(cell.logit * num_logits, gradient if backward else 0.0)
 
     def heap_bytes(self, plan: ChunkPlan, rank: int) -> int:
-        """Return the freed bytes that the heap keeps all through a step, counted as buffers."""
+        """Return freed bytes that the C library keeps all through a step, counted as buffers."""
         if not self.heap_blocks and not self.heap_share:
             return 0
         shape, training = self.shape, self.training
+        # one expert's width: experts of a token have tensors of their own
         widest = max(
             shape.hidden_size, shape.q_size, *(n.width // n.num_active for n in shape.layers)
         )
@@ -387,7 +390,9 @@ class PlanMemory:
                 is_end = action.stage in (0, len(plan.stages) - 1)
                 columns = max(widest, shape.vocab_size) if is_end else widest
                 blocks.append(shape.hidden_size * columns * training.gradient_bytes)
+        # larger blocks than these are returned when freed
         held = self.heap_blocks * min(max(blocks), MAPPED_BYTES) + self.heap_share * max(graphs)
+        # plans that offload or have adapters return small ones, too
         if self.heap_share and (plan.offload != ON_DEVICE or training.lora is not None):
             held = min(held, _SPARE * max(graphs) + SPARE_BYTES)
         return round(held)
@@ -397,11 +402,12 @@ class PlanMemory:
         return self.curve(plan, rank).device_bytes
 
     def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
-        """Return the bytes in each memory during each action of the rank, and its copies. The curve
-        is cached on the plan, which is immutable; its arrays are read-only."""
+        """Return the bytes in each memory during each action of the rank, and its copies to and
+        from offload targets. The curve is cached on the immutable plan, with read-only arrays."""
         known: dict[tuple[PlanMemory, int], MemoryCurve] = vars(plan).setdefault("_curves", {})
         if (self, rank) not in known:
             made = known[self, rank] = self._walked(plan, rank)
+            # all callers share the cached arrays
             for array in (made.device, made.cpu, made.disk):
                 array.setflags(write=False)
         return known[self, rank]
@@ -409,6 +415,7 @@ class PlanMemory:
     def _walked(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
         # only for the rank's chunks: a plan may have a thousand ranks
         own = dict.fromkeys(a.chunk for a in plan.actions[rank] if isinstance(a, Forward))
+        # loads depend on chunks alone: plans with other actions share them
         of_shapes: dict[ModelShape, Any] = vars(plan).setdefault("_loads", {})
         known: dict[int, list[list[float]]] = of_shapes.setdefault(self.shape, {})
         for i in own.keys() - known.keys():
@@ -427,9 +434,9 @@ class PlanMemory:
 
 
 def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
-    """Return (3, S) numbers of tokens of a chunk on each process of a pool: tokens that it holds;
-    tokens whose K,V it gathers from others (and whose gradients it sends back); tokens that it
-    holds and exchanges in all-to-alls."""
+    """Return three lists of token counts of a chunk, with one entry for each of `sp_size`
+    processes: tokens that the process holds; tokens whose K,V it gathers from other processes (and
+    whose gradients it sends back); tokens that it holds and exchanges in all-to-alls."""
     is_shared = all(piece.place.size == sp_size for piece in chunk.slices)
     count = 1 if is_shared else sp_size  # if all have equal loads, one process represents them
     own, gathered, travelling = ([0.0] * count for _ in range(3))
@@ -446,9 +453,9 @@ def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
 
 
 def _unlike(plan: ChunkPlan, loads: Mapping[int, list[list[float]]]) -> list[int]:
-    """Return one process of the pool for each set of processes with equal `loads` and equal shares
-    of each cut sequence."""
-    if plan.sizes_of_places == (plan.sp_size,):
+    """Return one of the rank's processes for each set of processes with equal `loads` and equal
+    shares of each cut sequence. The simulation of one serves for the set."""
+    if plan.sizes_of_places == (plan.sp_size,):  # all processes share each slice equally
         return [0]
     rows = [row for of_chunk in loads.values() for row in of_chunk]
     for piece in (piece for chunk in loads for piece in plan.chunks[chunk].slices):
@@ -459,7 +466,7 @@ def _unlike(plan: ChunkPlan, loads: Mapping[int, list[list[float]]]) -> list[int
 
 
 class _RankMemory:
-    """The simulation of one process of a rank, action by action."""
+    """The memory simulation of one process of a plan's rank, action by action."""
 
     def __init__(
         self,
@@ -469,7 +476,7 @@ class _RankMemory:
         process: int,
         loads: Mapping[int, list[list[float]]],
     ) -> None:
-        """`loads`: `_loads` of each chunk of the rank."""
+        """`loads`: chunk of the rank -> numbers of tokens on each process (see `_loads`)."""
         self._memory, self._plan, self._rank, self._process = memory, plan, rank, process
         self._actions = plan.actions[rank]
         self._kv_frees, self._input_frees = kv_frees(plan, rank), input_frees(plan, rank)
@@ -512,7 +519,7 @@ class _RankMemory:
         """Stage -> bytes of gradients that its Reduce frees."""
 
     def run(self) -> MemoryCurve:
-        """Simulate the actions of the rank."""
+        """Simulate all actions of the rank and return their memory curve."""
         self._start()
         count, staged_in = len(self._actions), self._offload["kv"] == "cpu"
         used: list[list[float]] = []
@@ -522,6 +529,7 @@ class _RankMemory:
         for i, (action, what) in enumerate(zip(self._actions, computed, strict=True)):
             self._index = i
             self._begin(action, what)
+            # read before `_end`: the action still needs what it frees
             lower.append([*self._lower.values()])
             if type(action) in COMPUTING:  # others have no temporary tensors
                 used.append([*map(add, self._device.values(), self._passing.values())])
@@ -547,14 +555,14 @@ class _RankMemory:
         return MemoryCurve(np.rint(device).astype(np.int64), cpu, disk, traffic, self._late)
 
     def add(self, part: MemoryPart, num_bytes: float, target: OffloadTarget = "none") -> None:
-        """Allocate bytes that outlive the action, or free them if negative."""
+        """Add bytes that outlive the current action to a part of memory; negative: free them."""
         if target == "none":
             self._device[part] += num_bytes
         else:
             self._lower[target] += num_bytes
 
     def read(self, kind: TensorKind, num_bytes: float, operations: int = 1) -> None:
-        """Count a copy of `kind` to the device, if it is offloaded."""
+        """Count a copy to the device in `operations` parts, if tensors of `kind` are offloaded."""
         if (column := self._columns.get(kind)) is not None:
             self._moved[0][column] += num_bytes
             self._moved[2][column] += operations
@@ -562,8 +570,8 @@ class _RankMemory:
     def write(
         self, kind: TensorKind, num_bytes: float, operations: int = 1, largest: float | None = None
     ) -> None:
-        """Count a copy of `kind` from the device, if it is offloaded; `largest`: bytes of the
-        largest tensor, if sizes differ."""
+        """Count a copy from the device in `operations` parts, if tensors of `kind` are offloaded.
+        `largest`: bytes of the largest part, if sizes differ."""
         if (column := self._columns.get(kind)) is not None:
             self._moved[1][column] += num_bytes
             self._moved[3][column] += operations
@@ -574,7 +582,7 @@ class _RankMemory:
     def _hold(
         self, name: str, chunk: int, stage: int, num_bytes: float, part: MemoryPart | None = None
     ) -> None:
-        """Allocate a named tensor of a cell in the offload target of its kind."""
+        """Allocate tensors of a chunk at a stage, by `name` in `_HELD`, in their offload target."""
         key, (usual, kind) = (name, chunk, stage), _HELD[name]
         assert key not in self._held, f"{name} of {chunk}.{stage} is there"
         target, part = self._offload[kind] if kind else "none", part or usual
@@ -582,7 +590,7 @@ class _RankMemory:
         self.add(part, num_bytes, target)
 
     def _let_go(self, name: str, chunk: int, stage: int) -> float:
-        """Free a named tensor of a cell, and return its bytes; 0 if it is not held."""
+        """Free the tensors that `_hold` allocated and return their bytes; 0 if there are none."""
         if (found := self._held.pop((name, chunk, stage), None)) is None:
             return 0.0
         target, part, num_bytes = found
@@ -600,6 +608,7 @@ class _RankMemory:
         self._weights = own = training.weights(shape, plan.stages, frozenset(held), group)
         if own.divides and plan.reshards:
             self._whole = {stage: own.whole_bytes(stage) for stage in held}
+        # whole weights come with the Unshards
         self.add("weights", own.state.weights - sum(self._whole.values()))
         self.add("weights", own.host_bytes * own.is_away, "cpu")
         self.add("optimizer", own.state.optimizer)
@@ -614,9 +623,9 @@ class _RankMemory:
             self.add("buffers", own.gathered_bytes)
 
     def _under_way(self) -> float:
-        """Return the bytes of messages in transit, except the current action's. Each neighbour has
-        one receive posted ahead. Sends wait until the neighbour receives them: activations of as
-        many chunks as a stage runs ahead."""
+        """Return the bytes of messages in transit, except the current action's. Each neighbour
+        stage has one receive posted ahead. A sent message waits until the neighbour receives it:
+        activations of as many chunks as a stage runs ahead."""
         most: dict[tuple[type[Action], int], float] = {}
         for action in self._actions:
             if isinstance(action, (Send, Recv)):
@@ -629,7 +638,7 @@ class _RankMemory:
         return sum(most.values())
 
     def _begin(self, action: Action, what: Pass) -> None:
-        """Allocate tensors that the action makes, lasting and temporary ones."""
+        """Allocate the tensors that an action makes, lasting and temporary ones."""
         if isinstance(action, COMPUTING):
             if isinstance(action, Forward):
                 self._deliver(action.chunk, action.stage)
@@ -643,6 +652,7 @@ class _RankMemory:
                 message = self._tokens[chunk] * self._cells[stage].message
                 arrives = payload == "activation"
                 part: MemoryPart = "activations" if arrives else "buffers"
+                # a gradient is named by the input that it belongs to
                 self._hold("inputs", chunk, stage + arrives, message, part)
             case Unshard(stage) if stage in self._whole:
                 self.add("weights", self._whole[stage])
@@ -652,7 +662,7 @@ class _RankMemory:
                 self.add("weights", own.floats * training.compute_bytes)
 
     def _deliver(self, chunk: int, stage: int) -> None:
-        """Allocate the cell's output, and its input if no other action has allocated it."""
+        """Allocate the output of a chunk at a stage, and its input if no action has done so."""
         tokens, cell = self._tokens[chunk], self._cells[stage]
         message = tokens * cell.message
         if stage == 0:
@@ -694,12 +704,14 @@ class _RankMemory:
         if entering := cell.state and cell.state * len(list(self._entering(chunk, stage))):
             self.read("kv", entering)
             passing["states"] += entering  # the cell works on copies
+        # a pass to the last K,V ends before the last layer's attention
         layers = range(what.remembered, height - (what.computes == "to last kv"))
         if layers:
             self._stream_kv(chunk, stage, layers)
         if stage:
             self.read("inputs", tokens * cell.message)
         remembered = tokens * cell.attention(range(what.remembered))
+        # two tensors per layer: attention output and log-sum-exp
         self.read("attention", remembered, 2 * what.remembered)
         if what.computes == "graph":
             assert isinstance(action, (Forward, Recompute))
@@ -714,8 +726,8 @@ class _RankMemory:
             self._hold("attention", chunk, stage, remembers)
 
     def _lose(self, action: Forward | Recompute | RebuildKV | Backward, *, backward: bool) -> None:
-        """Add head and loss. They do not run at the same time as layers, so the action's peak is
-        the larger of head with loss and layers."""
+        """Add the bytes of head and loss to the action. They do not run at the same time as layers,
+        so the action's peak is that of head and loss or that of layers, whichever is larger."""
         tokens, cell = self._tokens[action.chunk], self._cells[action.stage]
         loss = self._memory.loss_bytes(cell, tokens, backward=backward)
         hidden = tokens * cell.message  # the final hidden states, or their gradient
@@ -730,6 +742,7 @@ class _RankMemory:
         tokens, cell, height = self._tokens[chunk], self._cells[stage], self._plan.stages[stage]
         gathered = self._gathered[chunk] * cell.kv_layer
         num_bytes = tokens * cell.graph(what.recompute_layers)
+        # each layer's graph also saves the K,V that it has gathered
         num_bytes += gathered * (height - what.recompute_layers)
         if isinstance(action, Forward):
             self._hold("graphs", chunk, stage, num_bytes)
@@ -749,13 +762,15 @@ class _RankMemory:
         message = tokens * cell.message
         self._send_kv_back(chunk, stage)
         for before in self._entering(chunk, stage):
-            if before in self._plan.trained:
+            if before in self._plan.trained:  # others have no Backward to use the gradient
+                # other sequences of that chunk may have sent theirs
                 others = self._let_go("state gradients", before, stage)
                 self._hold("state gradients", before, stage, others + cell.state)
         passing["buffers"] += message  # the gradient of the output
         graph = self._held.get(("graphs", chunk, stage))
         if graph is not None:
             self.read("graphs", graph[2], self._plan.stages[stage])
+        # one layer's graph at a time is made again or read back
         if recomputes or (graph is not None and self._offload["graphs"] != "none"):
             gathered = self._gathered[chunk] * cell.kv_layer
             passing["activations"] += tokens * max(cell.graph_layers) + gathered
@@ -773,10 +788,10 @@ class _RankMemory:
         self, chunk: int, stage: int, again: int, num_backwards: int
     ) -> tuple[float, float]:
         """Allocate the gradients of a stage's first Backward: the head's while the whole graph is
-        in memory, those of layers as it is freed. `again`: checkpointed layers.
+        in memory, those of layers as the graph is freed. `again`: number of checkpointed layers.
 
-        Return the bytes in use beyond the graph's once all layers have gradients, and once the
-        embedding has one, too.
+        Return how many more bytes are in use than at the start, when the whole graph is in memory:
+        once all layers have gradients, and once the embedding has one, too.
         """
         gradients = self._weights.gradients(stage, num_backwards)
         for key, whole in self._weights.freed_gradients(stage, gradients):
@@ -785,6 +800,7 @@ class _RankMemory:
         self._made = sum(gradients[:-1])
         graph_bytes = self._graph_bytes(chunk, stage)
         moments = first_backward(self._cells[stage], again, graph_bytes, gradients)
+        # gradients grow while the graph shrinks: the peak may be at any moment
         made, gone = max(moments, key=lambda moment: moment[0] - moment[1])
         self._passing["gradients"] += made
         self._passing["activations"] -= gone
@@ -792,12 +808,12 @@ class _RankMemory:
         return late, end
 
     def _graph_bytes(self, chunk: int, stage: int) -> float:
-        """Return the bytes of a cell's graph on the device."""
+        """Return the bytes on the device of the graph of a chunk at a stage."""
         held = [self._held.get((name, chunk, stage)) for name in ("graphs", "graph again")]
         return sum(own[2] for own in held if own is not None and own[0] == "none")
 
     def _end(self, action: Action, index: int) -> None:
-        """Free the tensors whose last user the action is."""
+        """Free the tensors that no action after this one uses."""
         for chunk, stage in self._input_frees[index]:
             num_bytes = self._let_go("inputs", chunk, stage)
             if ("graphs", chunk, stage) in self._held and self._offload["inputs"] == "none":
@@ -816,6 +832,7 @@ class _RankMemory:
                     self.add("gradients", self._made)
                     self._made = 0.0
                 self._let_go("inputs", chunk, stage + 1)  # by now the gradient of the output
+                # the input's memory holds its gradient now, for the stage before
                 gradient = self._let_go("inputs", chunk, stage)
                 if gradient and stage > self._plan.frozen_stages:
                     self._hold("inputs", chunk, stage, gradient, "buffers")
@@ -829,7 +846,7 @@ class _RankMemory:
                 self.add("gradients", -self._unreduced.pop(stage))
 
     def _write_states(self, chunk: int, stage: int) -> None:
-        """Allocate the recurrent states at the end of a cell, unless they are held."""
+        """Allocate the recurrent states that a chunk leaves to later ones, unless they are held."""
         cell = self._cells[stage]
         leaving = cell.state * sum(
             self._plan.is_read(*link) for link in self._recurrent(chunk, stage)
@@ -839,14 +856,14 @@ class _RankMemory:
             self.write("kv", leaving, largest=cell.largest_state)
 
     def _entering(self, chunk: int, stage: int) -> Iterator[int]:
-        """Yield the chunk before, for each cut sequence whose state enters a cell."""
+        """Yield, for each recurrent state that enters a chunk, the chunk that made the state."""
         for seq_id, position in self._recurrent(chunk, stage):
             if position:
                 yield self._plan.groups[seq_id][position - 1]
 
     def _recurrent(self, chunk: int, stage: int) -> Iterator[tuple[int, int]]:
-        """Yield (seq_id, position in its group) of each cut sequence of a chunk on this process, if
-        the stage has recurrent layers."""
+        """Yield (seq_id, index of the chunk among the sequence's chunks) of each cut sequence in a
+        chunk on this process; yield nothing if the stage has no recurrent layers."""
         if not self._cells[stage].state:
             return
         slices = self._plan.chunks[chunk].slices
@@ -856,8 +873,8 @@ class _RankMemory:
                 yield seq_id, position
 
     def _stream_kv(self, chunk: int, stage: int, *layers: range) -> None:
-        """Stream offloaded K,V for attention in `layers` of the stage, through two buffers: one in
-        use, one being loaded."""
+        """Count the streaming of offloaded K,V for attention in `layers` of the stage, through two
+        buffers: one in use, one being loaded."""
         if self._offload["kv"] == "none":
             return
         most = 0.0
@@ -869,7 +886,7 @@ class _RankMemory:
         self._passing["kv"] += most
 
     def _send_kv_back(self, chunk: int, stage: int) -> None:
-        """Add a Backward's gradients to the gradients of its prefix; older ones are streamed."""
+        """Count dK,dV that a Backward adds for its prefix; those of older tokens are streamed."""
         most = 0.0
         for piece, stored in self._pieces(chunk, stage):
             stored.send_back(self, piece)
@@ -879,7 +896,8 @@ class _RankMemory:
         self._passing["kv_gradients"] += most
 
     def _pieces(self, chunk: int, stage: int) -> Iterator[tuple[int, StoredLayers]]:
-        """Yield (piece, stored layers) of each cut sequence in a chunk and each window."""
+        """Yield (index of the chunk among the sequence's chunks, stored layers) for each cut
+        sequence in a chunk and each attention window of the stage."""
         for seq_id, piece in self._plan.links[chunk]:
             if (seq_id, stage) not in self._stored:
                 self._stored[seq_id, stage] = self._store(seq_id, stage)
@@ -887,9 +905,10 @@ class _RankMemory:
                 yield piece, stored
 
     def _store(self, seq_id: int, stage: int) -> tuple[StoredLayers, ...]:
-        """Return the stored tokens of a cut sequence, one entry per window; none if this process
-        has no share of them."""
+        """Return the stored K,V of a cut sequence, one entry per attention window; none if this
+        process has no share of the sequence."""
         plan, shape, cell = self._plan, self._memory.shape, self._cells[stage]
+        # later chunks of a sampled plan may have no Forward
         group = plan.groups[seq_id][: plan.num_computed[seq_id]]
         first_piece = next(s for s in plan.chunks[group[0]].slices if s.seq_id == seq_id)
         if not token_share(first_piece, self._process):
@@ -915,9 +934,9 @@ class _RankMemory:
 def first_backward(
     cell: StageBytes, again: int, graph_bytes: float, gradients: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """Return (bytes of gradients made so far, bytes of graph freed so far) during a stage's first
-    Backward: at its start, before each layer, after the first layer, and with the embedding's
-    gradient.
+    """Return pairs (bytes of gradients made so far, bytes of the graph freed so far) during a
+    stage's first Backward: at its start, before each layer, after the last one that runs (the
+    stage's first layer), and with the embedding's gradient.
 
     `again`: number of first layers that are checkpointed; `graph_bytes`: whole graph on the device;
     `gradients`: see `RankWeights.gradients`.
@@ -925,6 +944,7 @@ def first_backward(
     front, *layers, _ = gradients
     height = len(layers)
     graph = [cell.ends, *reversed(cell.graph_layers[again:]), *[cell.message] * again]
+    # gathered K,V, which `graph` lacks, are freed in proportion
     share = graph_bytes / sum(graph) if graph_bytes else 0.0
     gone = [share * n for n in accumulate(graph)]
     made = [0.0, *accumulate(reversed(layers))]
@@ -933,15 +953,14 @@ def first_backward(
 
 
 def token_share(piece: Slice, process: int) -> float:
-    """Return the share of a slice's tokens that a process of the pool holds."""
+    """Return the share of a slice's tokens that a process (its index in the rank) holds."""
     place = piece.place
     return 1 / place.size if place.first <= process < place.stop else 0.0
 
 
 def gathered_tokens(piece: Slice, process: int, shape: ModelShape) -> float:
-    """Return the tokens whose K,V a process gathers from the others of the slice's place
-    (sequence-parallel group), times the share of heads; 0 if each process only has its own
-    heads."""
+    """Return the number of tokens whose K,V a process gathers from the rest of the slice's
+    sequence-parallel group, times its share of K,V heads; 0 if all processes divide the heads."""
     share = token_share(piece, process)
     return piece.num_tokens * (shape.kv_share(piece.place.size) - share) if share else 0.0
 
@@ -950,16 +969,17 @@ _NUM_BUFFERS = 2
 
 
 class StoredLayers:
-    """K,V and their gradients of one cut sequence on one process, for the layers of a stage with
-    one window, by segment.
+    """Stored K,V and their gradients of one sequence that is cut into chunks, on one process, for
+    the layers of a stage with one attention window.
 
-    A segment's K,V are allocated with its first piece, their gradients with the first backward that
-    sends any; both are freed with the last piece that has tokens in it (`plan.segments`).
+    A piece is the part of the sequence in one chunk; a segment is a range of tokens that is stored
+    together (`plan.segments`). A segment's K,V are allocated with its first piece, their gradients
+    with the first backward that sends any. Both are freed with the segment's last piece.
 
-    If K,V are offloaded, a segment is written when its last piece is, and read by each later pass
-    whose attention sees any of it. Gradients of a prefix, except its newest NUM_HOT segments, are
-    read (not the first time) and written by each backward; gradients of a cell's own K,V are read
-    if they are off the device.
+    If K,V are offloaded, a segment is written to its target once all of its pieces are computed,
+    and read by each later pass whose attention sees any of it. Gradients of a prefix, except its
+    newest NUM_HOT segments, are read (not the first time) and written by each backward. Gradients
+    of a chunk's own K,V are read if they are off the device.
     """
 
     def __init__(
@@ -971,7 +991,7 @@ class StoredLayers:
         gradient_token_bytes: float,
         target: OffloadTarget,
     ) -> None:
-        """`layers`: their indices within the stage; bytes are per token and layer."""
+        """`layers`: their indices within the stage. Bytes of K,V and gradients are per layer."""
         self.layers, self._tokens, self._window, self._target = layers, tokens, window, target
         self.kv_token_bytes, self.gradient_token_bytes = kv_token_bytes, gradient_token_bytes
         self.on_device, self._num_layers = target == "none", len(layers)
@@ -998,13 +1018,13 @@ class StoredLayers:
         """Segments that have gradients; in sampled plans they need not be consecutive."""
 
     def seen(self, piece: int) -> Sequence[int]:
-        """Return the segments with tokens that a piece sees, ascending."""
+        """Return the segments with tokens that a piece attends to, ascending."""
         if piece not in self._seen:
             self._seen[piece] = self._tokens.seen_segments(piece, self._window)
         return self._seen[piece]
 
     def write(self, rank: _RankMemory, piece: int) -> None:
-        """Store the K,V of a piece."""
+        """Store the K,V of a piece, and offload segments that it completes."""
         for index in self._touched[piece]:
             if index not in self._written:
                 self._written[index], self._owners[index] = set(), set()
@@ -1024,13 +1044,14 @@ class StoredLayers:
                 rank.write("kv", self._kv[index], self._num_layers)
 
     def read(self, rank: _RankMemory, piece: int, *layers: range) -> None:
-        """Read the offloaded segments that `piece` sees, for `layers` of the stage."""
+        """Count the reads of offloaded segments that `piece` attends to in some of the layers."""
         seen = self.seen(piece)
         filling = [index for index in self._filling if index in seen]
-        if isinstance(seen, range):
+        if isinstance(seen, range):  # prefix sums: a long prefix costs no loop
             num_bytes = self._kv_before[seen.stop] - self._kv_before[seen.start] if seen else 0.0
         else:
             num_bytes = sum(self._kv[index] for index in seen)
+        # segments that still fill are on the device
         num_bytes -= sum([self._kv[index] for index in filling])
         reading = self._reading.get(layers)
         if reading is None:
@@ -1040,7 +1061,7 @@ class StoredLayers:
         rank.read("kv", num_bytes * reading / self._num_layers, num_reads)
 
     def send_back(self, rank: _RankMemory, piece: int) -> None:
-        """Add a Backward's gradients to the segments that its piece sees."""
+        """Add a Backward's gradients to those of the segments that its piece attends to."""
         seen, sent_to = self.seen(piece), self._sent_to(piece)
         if self.on_device:
             new = [index for index in sent_to if index not in self._hot]
@@ -1065,7 +1086,7 @@ class StoredLayers:
         rank.read("kv_gradients", self._sum(own), self._num_layers * len(own))
 
     def free(self, rank: _RankMemory, piece: int) -> None:
-        """Free a piece, and its segments without another live piece."""
+        """Free a piece, and those of its segments in which no other piece is left."""
         for index in self._touched[piece]:
             owners = self._owners.get(index, set())
             if piece not in owners:
@@ -1083,7 +1104,7 @@ class StoredLayers:
             del self._written[index], self._owners[index]
 
     def _sent_to(self, piece: int) -> Sequence[int]:
-        """Return the segments that a piece sends gradients to."""
+        """Return the segments to which a piece sends gradients."""
         if self._tokens.with_gradients is None:
             return self.seen(piece)
         runs = self._tokens.seen_from(piece, self._window)
@@ -1093,5 +1114,5 @@ class StoredLayers:
         return sorted({index for part in parts for index in self._tokens.segments(part)})
 
     def _sum(self, indices: Iterable[int]) -> float:
-        """Return the bytes of the gradients of some segments."""
+        """Return the bytes of the gradients of the segments `indices`."""
         return sum(self._gradients[index] for index in indices)

@@ -6,15 +6,16 @@
 
 `plan.passes` says what each action computes.
 
-Collectives overlap with computation, and only what does not fit takes additional time. Under ZeRO-3
-they overlap with each pass. Otherwise the gradients of a stage's layers are reduced during its last
-Backward, each layer's as soon as its backward is over, and weights are gathered during its first
-Forward, unless an Unshard gathers them: before it or, in this runtime, layer by layer during other
-computation (`simulate.clock`). This runtime relies on FSDP2 for that (set_requires_gradient_sync in
-the last backward; `unshard(async_op=True)`). Other frameworks overlap at best in the same way:
-Megatron-Core's --overlap-grad-reduce and --overlap-param-gather reduce and gather bucket by bucket
-in the last and the first micro-batch. Gradients of embedding and head are complete only at the end,
-so their reduction overlaps with nothing, and on a CPU nothing overlaps.
+Collectives overlap with computation, and only the part that it does not hide takes additional time.
+Under ZeRO-3 they overlap with each pass. Otherwise the gradients of a stage's layers are reduced
+during its last Backward, each layer's as soon as the layer's backward is over. Weights are gathered
+during the stage's first Forward, unless an Unshard gathers them: before the Forward or, in this
+runtime, layer by layer during other computation (`simulate.clock`). This runtime relies on FSDP2
+for that (set_requires_gradient_sync in the last backward; `unshard(async_op=True)`). Other
+frameworks overlap at best in the same way: Megatron-Core's --overlap-grad-reduce and
+--overlap-param-gather reduce and gather bucket by bucket in the last and the first micro-batch.
+Gradients of embedding and head are complete only at the end, so their reduction overlaps with
+nothing, and on a CPU nothing overlaps.
 """
 
 from __future__ import annotations
@@ -80,13 +81,12 @@ class CostModel:
         return self.hardware.device_type
 
     def calibrated(self, dtype: str) -> CostModel:
-        """Return the model on the calibrated machine, if there is a calibration for `dtype`
-        (`Machine.calibrated`)."""
+        """Return this cost model on the calibrated machine (`Machine.calibrated`)."""
         return replace(self, hardware=self.hardware.calibrated(dtype))
 
     def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
-        """Return the seconds of each action of `plan`. `free`: waits that take no time; the
-        difference to a model without `free` is the time that actions spend in them."""
+        """Return the seconds of each action of `plan`. Waits named in `free` take no time; the
+        difference to a model without `free` is the time that actions spend in these waits."""
         return PlanCosts(self, plan, free)
 
     def cell_seconds(
@@ -122,8 +122,8 @@ class CostModel:
         free: Collection[Hidden] = (),
         unsharded: bool = False,
     ) -> StageSeconds:
-        """Return the seconds of a stage that `ranks` of a plan with `layout` hold. Replicas that
-        the plan does not list (`Training.replicas`) are added to the layout."""
+        """Return the `StageSeconds` (see its arguments) of a stage that the plan's `ranks` hold.
+        Replicas that the plan does not list (`Training.replicas`) are added to `layout`."""
         key = stages, stage, layout, ranks, kv, frozenset(free), unsharded
         if key not in self._known:
             dp, per_replica = self.training.replicas, layout.dp * layout.pp
@@ -142,9 +142,9 @@ class CostModel:
         return self._at_best((self.shape.num_layers,), 0, seq_lens)
 
     def layer_seconds(self, mean_keys: float) -> list[float]:
-        """Return the seconds of each layer (the last one with the head), as `sequence_seconds`, for
-        a sequence whose tokens attend to `mean_keys` keys on average. Planners divide layers into
-        stages by these seconds."""
+        """Return the seconds of each layer (the last one with the head), computed as in
+        `sequence_seconds`, for a sequence whose tokens attend to `mean_keys` keys on average.
+        Planners divide layers into stages by these seconds."""
         layers, seq_len = self.shape.layers, max(1, round(2 * mean_keys) - 1)
         stages, known = (1,) * len(layers), dict[tuple[LayerShape, bool], float]()
         for i, layer in enumerate(layers):
@@ -158,7 +158,7 @@ class CostModel:
         return own.sequence_seconds(sum(cell_parts(stages, stage), ()), seq_lens)
 
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
-        """Return the memory model for plans; `budget_bytes` defaults to the machine's budget."""
+        """Return the memory model for plans. The default budget is the machine's."""
         budget = self.hardware.budget_bytes if budget_bytes is None else budget_bytes
         machine = self.hardware
         kernels = self.device_type == "cpu" and self.training.compute_bytes == 2
@@ -184,8 +184,8 @@ class CostModel:
 class PlanCosts:
     """Seconds of one plan's actions; implements the simulator's ActionCosts.
 
-    Ranks are numbered as in the plan, devices as the processes of a run (`first_device`);
-    consecutive devices share a node.
+    Ranks are numbered as in the plan. Devices are numbered as the processes of a run
+    (`first_device`); consecutive devices share a node.
     """
 
     def __init__(self, model: CostModel, plan: ChunkPlan, free: Collection[Hidden] = ()) -> None:
@@ -276,7 +276,7 @@ class PlanCosts:
                 return 0.0
 
     def gathers_s(self, action: Action, rank: int) -> float:
-        """Return the seconds on the links for which an action gathers weights."""
+        """Return the seconds for which an action's gathers of weights occupy the links."""
         if isinstance(action, Unshard):
             return self.compute_s(action, rank)
         if not isinstance(action, COMPUTING) or not self.parts(action):
@@ -285,20 +285,20 @@ class PlanCosts:
         return costs.layer_gathers_s if costs.passes_gather else 0.0
 
     def link_s(self, action: Reduce, rank: int) -> float:
-        """Return the seconds of a Reduce on the link, including those during the last Backward."""
+        """Return the seconds of a Reduce on the link, also those during the last Backward."""
         of_layers_s, late_s = self._reduces_s(action.stage)
         return late_s if self._stages[action.stage].passes_gather else of_layers_s + late_s
 
     def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
-        """Return the first seconds of a collective, during which its ranks compute nothing: on a
-        GPU those in which an Unshard gathers weights before the layers."""
+        """Return the seconds at the start of a collective in which its ranks compute nothing. On a
+        GPU only an Unshard has such seconds, for weights used before the layers."""
         if not self._hides:
             return self.compute_s(action, rank)
         return self._before_s(action.stage) if isinstance(action, Unshard) else 0.0
 
     def _before_s(self, stage: int) -> float:
-        """Return the seconds in which a stage's weights are copied from CPU memory (by FSDP2, in
-        the stream of the passes), and in which weights before its layers are gathered."""
+        """Return the seconds in which FSDP2 copies a stage's weights from CPU memory (in the stream
+        of the passes) and gathers those that are used before the layers."""
         return self._stages[stage].brought_s + self._front_s.get(stage, 0.0)
 
     def head_s(self, action: Unshard, rank: int) -> float:
@@ -311,9 +311,9 @@ class PlanCosts:
         return self._model.device_type != "cpu" and self._model.training.overlaps
 
     def copy_s(self, action: Action, rank: int) -> float:
-        """Return the seconds of the copies of offloaded tensors that run during `action`; copies
-        of different memories or directions overlap. Waits inside its layers (for a segment of K,V
-        before attention) are in `compute_s`."""
+        """Return the seconds of the copies of offloaded tensors that run during `action`. Copies
+        overlap if they use different memories or directions. Waits inside the action's layers (for
+        a segment of K,V before attention) are in `compute_s`."""
         if self._plan.offload == ON_DEVICE or not isinstance(action, COMPUTING):
             return 0.0
         if rank not in self._copies:
@@ -321,7 +321,7 @@ class PlanCosts:
         return self._copies[rank].get((type(action), action.chunk, action.stage), 0.0)
 
     def _copies_of(self, rank: int) -> dict[tuple[type[Action], int, int], float]:
-        """Return `copy_s` of all actions of a rank."""
+        """Return `copy_s` of all computing actions of a rank, by (type of action, chunk, stage)."""
         links = self._model.hardware.links
         traffic = self._model.memory().curve(self._plan, rank).traffic
         slowest = np.zeros(len(self._plan.actions[rank]))
@@ -339,8 +339,8 @@ class PlanCosts:
         }
 
     def transfer_s(self, action: Send, rank: int) -> float:
-        """Return the seconds of a message: hidden states of a chunk, or their gradient, of which
-        each process of the pool sends its part to its counterpart."""
+        """Return the seconds of a message: a chunk's hidden states, or their gradient. Each process
+        of the sending rank sends its part to its counterpart in the receiving rank."""
         model = self._model
         tokens = float(self.table.tokens[:, action.chunk].max())
         width = model.shape.hidden_size * model.training.compute_bytes
@@ -358,10 +358,11 @@ class PlanCosts:
     def _reduce_at_end_s(self, stage: int) -> float:
         """Return the seconds of a Reduce that the last Backward does not hide.
 
-        Under ZeRO-1 and 2 without Unshards, updated weights are then gathered; the seconds that the
-        next first Forward does not hide are included. If each pass gathers (ZeRO-3), backwards have
-        already reduced all gradients. In this runtime they have not reduced those of embedding and
-        head, nor summed gradients between groups that each hold all weights (HSDP).
+        Under ZeRO-1 and 2 without Unshards, updated weights are gathered after the Reduce; the
+        seconds that the first Forward of the next step does not hide are included. If each pass
+        gathers weights (ZeRO-3), backwards have already reduced all gradients. In this runtime they
+        have not reduced those of embedding and head, nor summed gradients between sharding groups
+        that each hold all weights (HSDP).
         """
         training, costs, gathered_s = self._model.training, self._stages[stage], 0.0
         of_layers_s, late_s = self._reduces_s(stage)
@@ -384,8 +385,8 @@ class PlanCosts:
         return of_layers_s, self._ends_s[stage] if gathers else costs.reduce_s - of_layers_s
 
     def _layers_s(self, passes: Mapping[tuple[int, int], Computing], stage: int) -> float:
-        """Return the seconds that the slowest rank of a stage spends in its layers in one of
-        `passes`, during which collectives can run."""
+        """Return the most seconds that a rank of a stage spends in the layers of its pass, in which
+        collectives can run. `passes`: (stage, rank) -> the action of the pass."""
         if not self._hides:
             return 0.0
         seconds = [0.0]
@@ -396,11 +397,12 @@ class PlanCosts:
         return max(seconds)
 
     def parts(self, action: Computing) -> tuple[PassPart, ...]:
-        """Return the parts of an action's pass."""
+        """Return the kinds of work of which an action's pass consists."""
         return self._parts[type(action), action.chunk, action.stage]
 
     def _seconds(self, parts: tuple[PassPart, ...], stage: int) -> list[float]:
-        """Return the seconds of a pass for each chunk, summing each part's slowest process."""
+        """Return each chunk's seconds of a pass; each part of it is as slow as the slowest
+        process."""
         key = parts, self._alike[stage]
         if key not in self._parts_s:
             seconds = np.zeros(len(self._plan.chunks))
@@ -410,14 +412,14 @@ class PlanCosts:
         return self._parts_s[key]
 
     def process_seconds(self, parts: tuple[PassPart, ...], stage: int, table: ChunkTable) -> Array:
-        """Return (P, S, C): seconds of parts of passes on each process, for a table's chunks."""
+        """Return (P, S, C): seconds of P parts of passes on S processes, for C chunks."""
         return self._stages[stage].pass_seconds(parts, table)
 
 
 def update_s(model: CostModel, plan: ChunkPlan) -> float:
     """Return the seconds of the optimizer's step after a plan, on the device with most trained
-    parameters; 0 without a Backward. Under ZeRO the update is divided among devices. Weights in CPU
-    memory are updated by their node's CPUs, for all of its devices."""
+    parameters; 0 if the plan has no Backward. Under ZeRO devices divide the update. Weights in CPU
+    memory are updated by the CPUs of their node, which all of its devices share."""
     if not plan.trained:
         return 0.0
     training = model.training

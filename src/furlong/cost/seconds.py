@@ -15,11 +15,11 @@ ZeRO-3 gathers weights and scatters gradients of the pass.
                 share of the rate depends on the kind of call: blocks without a mask, one causal
                 square, or squares of several slices in one call
 
-A place is the processes over which a slice is sharded; a slice on a place of n processes counts
-1/n for each of them. All-to-alls, one per size of place, overlap with attention of local slices
-(Skrull, Eq. 2). A group is as slow as its slowest process. A table describes the chunks of a plan,
-or any other sums that a planner knows, such as a process before and after each of many moves, all
-in one call.
+A place is the group of processes over which a slice is sharded; a slice on a place of n processes
+counts 1/n for each of them. All-to-alls, one per size of place, overlap with attention of local
+slices (Skrull, Eq. 2). A group is as slow as its slowest process. A table describes the chunks of a
+plan, or any other sums that a planner knows, such as a process before and after each of many moves,
+all in one call.
 
     P parts, C chunks, S processes of a group, W windows
 
@@ -32,7 +32,7 @@ they lower the measured efficiency instead.
     backward                                              4 P   (2 P if the matrix is frozen)
     attention, per pair of query and key, forward         4 N H
     backward (flash: scores again, then four products)    10 N H
-    scan of a recurrent layer                             by its inner chunks (`cost.shape`)
+    scan of a recurrent layer                             as `models.describe` counts it
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Work = Literal["forward", "to last kv", "first layers", "backward", "head", "hea
 
 @dataclass(frozen=True, slots=True)
 class PassPart:
-    """One kind of work in a pass."""
+    """One kind of work in a pass over a stage."""
 
     work: Work
     layers: int = 0
@@ -127,12 +127,12 @@ class StageSeconds:
 
     Args:
         shape, hardware, training: the model, the machine, and the training setup.
-        stages: layers of each stage.
+        stages: number of layers of each stage.
         stage: index of this stage.
         layout: layout of all devices.
         ranks: ranks of the layout that hold the stage.
         kv: offload target of stored K,V.
-        free: waits that take no time.
+        free: kinds of waits that are counted as taking no time.
         unsharded: whether an Unshard gathers the weights before the passes.
     """
 
@@ -198,7 +198,7 @@ class StageSeconds:
         return self._layers, self._head_flops, self._saved, self._lora, links, gathered
 
     def pass_seconds(self, parts: tuple[PassPart, ...], table: ChunkTable) -> Array:
-        """Return (P, S, C): seconds of parts of a pass on each process, for each chunk."""
+        """Return (P, S, C): seconds of each of `parts` on each process, for each chunk."""
         matrices, keys, attending, launches = self._factors(parts)
         tokens, busy = table.tokens, (table.tokens > 0).astype(float)
         # with k of E experts active per token, n tokens visit E (1 - (1 - k/E)^n) on average
@@ -233,19 +233,20 @@ class StageSeconds:
         ]
 
     def _factors(self, parts: tuple[PassPart, ...]) -> tuple[Array, ...]:
-        """Return arrays (P, ...) of the factors of each part (`_row`)."""
+        """Return the factors that `_row` gives for each part as four arrays, each with P rows."""
         if parts not in self._rows:
             rows = zip(*map(self._row, parts), strict=True)
             self._rows[parts] = tuple(np.array(row, float) for row in rows)
         return self._rows[parts]
 
     def _row(self, part: PassPart) -> tuple[list[float], list[float], int, list[float]]:
-        """Return the factors of one part in four tuples:
+        """Return the factors by which `pass_seconds` multiplies a part's work, in four groups:
 
-        1. seconds per token; per process with any token; and, for each share of experts that are
-           inactive for a token, for reading these experts in all layers with that share;
-        2. seconds per attended key, by window and kind of call; and per attended key divided by
-           the process's tokens, by window;
+        1. seconds per token; seconds per process with any token; and, for each share of experts
+           that are inactive for a token, seconds for reading these experts in all layers with that
+           share;
+        2. seconds per attended key, by window and kind of call; and seconds per attended key
+           divided by the process's tokens, by window;
         3. number of layers with attention, each of which has all-to-alls;
         4. launch seconds per process with any token, and per call of attention.
         """
@@ -281,15 +282,15 @@ class StageSeconds:
         return matrices, keys, len(attending), launches
 
     def _attended(self, keys: Keys, tokens: Array) -> Array:
-        """Return (4 W, S, C): attended keys by window and kind of call, then keys per token by
-        window, since attention is less efficient with few tokens."""
+        """Return (4 W, S, C): attended keys by window and kind of call (3 W), and by window (W)
+        keys divided by the process's tokens, since attention is less efficient with few tokens."""
         nothing = np.zeros_like(tokens)
         found = np.stack([keys.get(kind, nothing) for kind in product(self._windows, CALLS)])
         of_windows = found.reshape(len(self._windows), len(CALLS), *tokens.shape).sum(axis=1)
         return np.concatenate([found, of_windows / np.maximum(tokens, 1e-9)])
 
     def _exchanges_s(self, table: ChunkTable) -> Array:
-        """Return (S, C): seconds of one layer's all-to-alls in all places of each process."""
+        """Return (S, C): seconds of one layer's all-to-alls in all sequence-parallel groups."""
         total = np.zeros_like(table.tokens)
         for size, tokens in table.exchanged_tokens.items():
             total += 4 * self._sp_links[size].latency_s * (tokens > 0)
@@ -322,14 +323,14 @@ class StageSeconds:
         return self._weights.beside_trained / max(1, self._weights.trained)
 
     def sum_s(self, num_parameters: int) -> float:
-        """Return the seconds of reducing gradients: a reduce-scatter under ZeRO, else an
-        all-reduce."""
+        """Return the seconds of reducing the gradients of `num_parameters` parameters: a
+        reduce-scatter under ZeRO, else an all-reduce."""
         kind: Collective = "reduce_scatter" if self._training.zero_stage else "all_reduce"
         num_bytes = num_parameters * self._training.gradient_bytes
         return self._collective_s(kind, num_bytes) + self._moved_s(num_bytes / self._num_sharing)
 
     def _moved_s(self, num_bytes: float) -> float:
-        """Return the seconds of copying bytes to or from CPU memory if weights are offloaded."""
+        """Return the seconds of a copy to or from CPU memory; 0 unless weights are offloaded."""
         is_there = self._training.offload_weights
         return self._hardware.links.host.seconds(num_bytes) if is_there else 0.0
 
@@ -339,19 +340,19 @@ class StageSeconds:
         return self.gather_s(self._weights.trained)
 
     def _collective_s(self, kind: Collective, num_bytes: float) -> float:
-        """Return the seconds of a collective over all devices of the stage: within groups that each
-        hold all weights and, for gradients, also between these groups (HSDP)."""
+        """Return the seconds of a collective over all devices of the stage: within sharding groups
+        that each hold all weights and, for gradients, also between these groups (HSDP)."""
         own_s = self._in_group_s(kind, num_bytes)
         return own_s if kind == "all_gather" else own_s + self._between_groups_s(num_bytes)
 
     def _in_group_s(self, kind: Collective, num_bytes: float) -> float:
-        """Return the seconds of a collective within a group that holds all weights."""
+        """Return the seconds of a collective within one sharding group."""
         links, devices = self._hardware.links, self._devices
         own = devices[: self._num_sharing]
         return links.collective_s(kind, num_bytes, len(own), links.num_nodes(own))
 
     def _between_groups_s(self, num_bytes: float) -> float:
-        """Return the seconds of the all-reduce of gradients between groups with all weights."""
+        """Return the seconds of the all-reduce of gradients between sharding groups."""
         if self._num_groups == 1:
             return 0.0
         links, size = self._hardware.links, self._num_sharing
@@ -365,12 +366,12 @@ class StageSeconds:
 
     @property
     def _num_groups(self) -> int:
-        """Number of groups of devices that each hold all weights of the stage."""
+        """Number of sharding groups, whose devices together hold all weights of the stage."""
         return min(self._training.replicate, len(self._groups))
 
     @cached_property
     def between_s(self) -> float:
-        """Seconds of the all-reduce of layer gradients between groups with all weights."""
+        """Seconds of the all-reduce of layer gradients between sharding groups."""
         return self._between_groups_s(self._layer_gradients)
 
     @property
@@ -381,26 +382,26 @@ class StageSeconds:
 
     @property
     def _num_sharing(self) -> int:
-        """Devices that share the stage's weights and optimizer state."""
+        """Number of devices that share the stage's weights and optimizer state."""
         return len(self._devices) // self._num_groups
 
     def _gathered_s(self, *, backward: bool) -> float:
-        """Return the seconds in which a pass gathers weights and, if `backward`, reduces."""
+        """Return the seconds in which a pass gathers weights and, if `backward`, sums gradients."""
         if self._training.gathers:  # this runtime: of the layers only, within a group
             sums_s = self._in_group_s("reduce_scatter", self._layer_gradients) if backward else 0.0
             return self.layer_gathers_s + sums_s
         return self.unshard_s + (self.reduce_s if backward else 0.0)
 
     def _sp_link(self, size: int, devices: range) -> Link:
-        """Return the link for all-to-alls in places of `size` among `devices` of a pool, for the
-        place that spans most nodes."""
+        """Return the link for all-to-alls of sequence-parallel groups of `size` among `devices`:
+        that of the group that spans most nodes."""
         links = self._hardware.links
         starts = range(devices.start, devices.stop, size)
         nodes = max(links.num_nodes(range(at, at + size)) for at in starts)
         return links.effective("all_to_all", size, nodes)
 
     def _per_token(self, part: PassPart) -> tuple[float, float]:
-        """Return FLOPs of matrices and bytes of saved tensors read or written, per token."""
+        """Return per token FLOPs of matrices, and bytes of saved tensors read or written."""
         linear, frozen = self._linear_flops, self._training.lora is not None
         match part.work:
             case "head":
@@ -423,7 +424,7 @@ class StageSeconds:
                 return linear + self._lora, sum(self._saved)
 
     def _unpacking_s(self, part: PassPart) -> float:
-        """Return the seconds in which a part dequantizes its 4-bit weights."""
+        """Return the seconds in which a part dequantizes the stage's 4-bit weights."""
         training = self._training
         if training.packed_bytes is None:
             return 0.0
@@ -440,7 +441,7 @@ class StageSeconds:
         return part.layers if part.work == "first layers" else self._height
 
     def _attending(self, part: PassPart) -> list[int]:
-        """Return the layers of the stage whose attention runs."""
+        """Return the indices of the stage's layers whose attention the part computes."""
         first, stop = part.remembered, self._num_layers(part) - (part.work == "to last kv")
         if part.work == "backward":
             first = 0
@@ -451,8 +452,8 @@ class StageSeconds:
         return self._hardware.attention_backward if backward else self._hardware.attention_forward
 
     def _key_s(self, part: PassPart, call: AttentionCall = "full") -> list[float]:
-        """Return the seconds per attended key in each layer, in long calls of a kind. Fused kernels
-        support neither windows nor wide heads; these use the kernel of packed slices."""
+        """Return the seconds per attended key in each layer, in long calls of the kind `call`.
+        Fused kernels lack windows and wide heads; such layers get the rate of packed slices."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
         of, on_card = self._attention(part), self._hardware.device_type == "cuda"
         is_wide = self._shape.head_dim > _FUSED_HEAD_DIM
@@ -465,11 +466,11 @@ class StageSeconds:
         ]  # fmt: skip
 
     def _exchange_s(self, size: int) -> float:
-        """Return the seconds per token for exchanging a place's slices in one layer, without
-        latencies. Queries and outputs are exchanged within an inner place, the part of a place that
-        divides the heads; K,V of the process's heads are gathered from the whole place (DeepSpeed
-        Ulysses within LoongTrain's second dimension, with a gather in place of its ring). The
-        backward moves as many bytes: dO, dq, and dK,dV from each inner place."""
+        """Return the seconds per token for exchanging slices in one layer, in sequence-parallel
+        groups of `size`, without latencies. Queries and outputs are exchanged within an inner
+        group, whose processes divide the heads; K,V of the process's heads are gathered from the
+        whole group (DeepSpeed Ulysses within LoongTrain's second dimension, with a gather in place
+        of its ring). The backward moves as many bytes: dO, dq, and dK,dV from each inner group."""
         shape, inner = self._shape, self._shape.inner_size(size)
         element = self._training.compute_bytes
         q_bytes = 2 * shape.q_size / size * (inner - 1) / inner * element
@@ -479,7 +480,7 @@ class StageSeconds:
         return q_bytes / near.bytes_per_s + kv_bytes / link.bytes_per_s
 
     def _waits_s(self, part: PassPart, table: ChunkTable) -> Array:
-        """Return (S, C): seconds that the part waits for streamed K,V."""
+        """Return (S, C): seconds that a part of a pass waits for streamed K,V."""
         attending, tokens = self._attending(part), table.tokens
         total = np.zeros_like(tokens)
         if not attending:
@@ -497,7 +498,7 @@ class StageSeconds:
         return total
 
     def _stall_s(self, tokens: Array, own_s: Array, keys_s: Array, load_s: Array) -> Array:
-        """Return (S, C): seconds that one layer waits for its prefix, which is loaded in blocks
+        """Return (S, C): seconds that one layer waits for its prefix of `tokens`, loaded in blocks
         with two buffers (FPDT): the first block loads while the chunk's own tokens compute."""
         blocks = np.maximum(np.ceil(tokens / self._segment_tokens), 1)
         load, block = load_s / blocks, keys_s / blocks
@@ -506,7 +507,7 @@ class StageSeconds:
         return stall
 
     def _loads_s(self, tokens: Array, backward: bool) -> Array:
-        """Return (S, C): seconds for loading one layer's prefix, in whole segments."""
+        """Return (S, C): seconds for loading one layer's prefix of `tokens`, in whole segments."""
         assert self._stream is not None
         training = self._training
         segments = np.ceil(tokens / self._segment_tokens)
@@ -539,7 +540,7 @@ class ChunkTable:
     that the process stores."""
 
     def prefix_keys(self, window: int | None) -> Array:
-        """Return (S, C): each process's share of the attended keys in prefixes."""
+        """Return (S, C): each process's share of the attended keys that precede each slice."""
         found: Array = self.local_keys[window, "full"] + self.shared_keys[window, "full"]
         return found
 
@@ -551,9 +552,9 @@ def chunk_table(
     tile_tokens: int = 0,
     position: Callable[[Slice], int] = attrgetter("start"),
 ) -> ChunkTable:
-    """Return the table of a model's chunks. `tile_tokens`: keys per tile of attention; half of the
-    tile on the diagonal is computed in vain on average. `position` returns the position id of a
-    slice's first token, for sequences that branch."""
+    """Return the work of S processes on each of `chunks`. `tile_tokens`: keys per tile of
+    attention; half of the tile on the diagonal is computed in vain on average. `position` returns
+    the position id of a slice's first token, for sequences that branch."""
     kinds = list(dict.fromkeys(model.windows))
     shape = (sp_size, len(chunks))
     sizes = {piece.place.size for chunk in chunks for piece in chunk.slices} - {1}
@@ -589,9 +590,10 @@ def chunk_table(
 
 
 def calls_of(model: ModelShape, size: int) -> int:
-    """Return the calls of attention per slice on each process of a place: 1, or 2 if inner places
-    (parts of the place that each divide the heads) divide its rows. As in context parallelism, a
-    zigzag balances causal attention: of 2c parts, inner place b of c has parts b and 2c-1-b."""
+    """Return the number of attention calls per slice on each process of a sequence-parallel group
+    of `size`: 1 if all processes divide the heads; 2 if c inner groups divide the rows, and only
+    the processes of each inner group divide the heads. As in context parallelism, a zigzag balances
+    causal attention: of 2c parts of the rows, inner group b has parts b and 2c-1-b."""
     return 1 + (model.inner_size(size) < size)
 
 
@@ -600,8 +602,8 @@ ATTENTION_BACKWARD = 2.5
 
 
 def attended_keys(start: int, stop: int, window: int | None = None) -> int:
-    """Return the (query, key) pairs of tokens [start, stop) of one sequence: token t sees
-    min(t + 1, window) keys, including its prefix."""
+    """Return the number of (query, key) pairs of tokens [start, stop) of one sequence. Token t sees
+    min(t + 1, window) keys, also those before `start`."""
     if window is None:
         return (stop * (stop + 1) - start * (start + 1)) // 2
     full = min(max(window, start), stop)  # from this token on the window is full
@@ -623,13 +625,13 @@ def step_flops(
     """Return the model FLOPs of a step's forwards and backwards over whole sequences, for MFU.
 
     They are counted as in PaLM (Chowdhery et al., 2022, appendix B) and torchtitan
-    (`num_flops_per_token`): 6 per token and parameter of a matrix, including the head, and
-    12 * layers * heads * head dim * T for attention over the T keys of each sequence. A backward
-    counts as two forwards, recomputation does not count. Matrices of a frozen base have no
-    gradient: they count 4 instead of 6, and adapters are left out.
+    (`num_flops_per_token`): 6 per token and parameter of a matrix, including the head, and 12 *
+    layers * heads * head dim * T for attention over the T keys of each sequence. A backward counts
+    as two forwards, recomputation does not count. Matrices of a frozen base have no gradient: they
+    count 4 instead of 6, and adapters are left out.
 
-    `masked`: count only keys inside the causal mask and windows, about half of PaLM's. Otherwise
-    each token attends to T keys, or to the window of a layer that has one.
+    `masked`: count only keys inside the causal mask and windows, about half of PaLM's count.
+    Otherwise each token attends to T keys, or to the window of a layer that has one.
     """
     linear, total = 2 if has_frozen_base else 3, 0.0
     for seq_len in seq_lens:

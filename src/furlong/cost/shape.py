@@ -102,12 +102,13 @@ class LayerShape:
         return min(self.parameters, self.matrices - visited)
 
     def state_bytes(self, element_bytes: int) -> int:
-        """Return the bytes of the states at the end of a chunk."""
+        """Return the bytes of the recurrent states at the end of a chunk."""
         return max(4, element_bytes) * self.state_float32 + element_bytes * self.state_columns
 
 
 def of_dtype(by_dtype: tuple[SavedBytes, SavedBytes], element_bytes: int, adapters: int) -> float:
-    """Return the saved bytes for a dtype; `adapters`: 0 none, 1 attention, 2 MLP, 3 both."""
+    """Return the bytes that autograd saves per token, for elements of `element_bytes`. `adapters`:
+    0 none, 1 in attention, 2 in the MLP, 3 in both."""
     wide = max(1, element_bytes // 4)  # float64 saves as many tensors as float32
     return by_dtype[element_bytes > 2][adapters] * wide
 
@@ -146,7 +147,7 @@ class ModelShape:
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer."""
+        """The attention window of each layer."""
         return tuple(layer.window for layer in self.layers)
 
     @cached_property
@@ -165,13 +166,13 @@ class ModelShape:
         return max(layer.stored for layer in self.layers)
 
     def inner_size(self, place_size: int) -> int:
-        """Return the processes of a place (sequence-parallel group) that divide the heads
-        (`plan.rows.inner_size`)."""
+        """Return the number of processes that divide the heads among them, in a sequence-parallel
+        group of `place_size` processes (`plan.rows.inner_size`)."""
         return inner_size(place_size, self.num_heads, self.num_kv_heads)
 
     def kv_share(self, place_size: int) -> float:
-        """Return the share of a layer's K,V heads (at least one head) that each process of a place
-        receives and stores for all tokens."""
+        """Return the share of a layer's K,V heads (at least one head) that each process of a
+        sequence-parallel group receives and stores for all tokens."""
         return max(1 / self.inner_size(place_size), 1 / self.num_kv_heads)
 
     @cached_property
@@ -181,12 +182,12 @@ class ModelShape:
 
     @property
     def whole(self) -> str:
-        """Reason why the decoder cannot be cut between layers, as the end of "which ..."; or ""."""
+        """Why the decoder cannot be cut between layers, as the end of "which ..."; else ""."""
         return family_of(self.family).whole
 
     @cached_property
     def has_latents(self) -> bool:
-        """Whether the store holds latents that are narrower than their keys and values (MLA)."""
+        """Whether the store holds latents, narrower than the keys and values made of them (MLA)."""
         return any(0 < layer.stored < layer.kv_width for layer in self.layers)
 
     @cached_property
@@ -206,11 +207,11 @@ class ModelShape:
 
     @property
     def num_active_parameters(self) -> int:
-        """`num_parameters` without experts that are inactive for a token."""
+        """`num_parameters` without the experts that are inactive for a token."""
         return self.num_parameters - sum(layer.idle_parameters for layer in self.layers)
 
     def to_values(self) -> dict[str, Any]:
-        """Return plain values, in which equal layers are written once."""
+        """Return the shape as plain values for JSON, in which equal layers are written once."""
         kinds = list(dict.fromkeys(self.layers))
         values = {name: value for name, value in vars(self).items() if name in _FIELDS}
         return values | {
@@ -220,7 +221,7 @@ class ModelShape:
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> ModelShape:
-        """Return the shape saved by `to_values`. Raises KeyError or TypeError."""
+        """Return the shape saved by `to_values`. Raises KeyError or TypeError for other values."""
         own = {name: _tuples(value) for name, value in values.items()}
         kinds = [
             LayerShape(**{name: _tuples(value) for name, value in layer.items()})
@@ -266,7 +267,7 @@ def known_name(name: str) -> str:
 
 
 def known_config(name: str) -> dict[str, Any]:
-    """Return the config of a known model by its name on the Hub; empty for others."""
+    """Return the config of a known model by its name on the Hub; an empty dict for other models."""
     last = name.rpartition("/")[2]
     return known_models()[known_name(last)]["config"] if is_known_model(name) else {}
 
@@ -277,9 +278,9 @@ def model_shape(name: str) -> ModelShape:
 
 
 def cached_shape(about: Mapping[str, Any], measure: Callable[[], ModelShape]) -> ModelShape:
-    """Return a model's shape from the user's cache or, unless the same versions of furlong, torch
-    and transformers have measured it before, from `measure`. `about`: the key, a parsed config.json
-    and how the model is built from it."""
+    """Return a model's shape from the user's cache. If the same versions of furlong, torch and
+    transformers have not measured it before, call `measure` and cache the result. `about`: what the
+    key is made of, a parsed config.json and how the model is built from it."""
     fields = sorted(LayerShape.__dataclass_fields__)
     measuring = sorted((Path(__file__).parents[1] / "models").glob("*.py"))
     sources = [hashlib.sha256(file.read_bytes()).hexdigest() for file in measuring]

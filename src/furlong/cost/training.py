@@ -5,14 +5,15 @@
     gradients   of trained weights, float32 (4)
     optimizer   AdamW: two float32 moments (8); others: `planners.setup.with_optimizer`
 
-Under ZeRO each of the n devices of a sharding group holds 1/n of: 1 the optimizer state and the
-master copy; 2 also the gradients; 3 also the weights in compute dtype, of which a few layers are
-whole at a time.
+Under ZeRO each of the n devices of a sharding group holds 1/n of: the optimizer state and the
+master copy (ZeRO-1); also the gradients (ZeRO-2); also the weights in compute dtype (ZeRO-3), of
+which a few layers are whole at a time.
 
 A plan reduces the gradients of a stage once, in its Reduce after the last Backward. Until then
 ZeRO-2 holds whole gradients, as ZeRO-1 does, and replicas need no lockstep (DeepSpeed reduces with
-each micro-batch). Under ZeRO-3 each Backward reduces. In this runtime (`Training.gathers`) that
-applies to the layers; weights and gradients outside the layers are whole all through a step.
+each micro-batch). Under ZeRO-3 each Backward reduces gradients. In this runtime
+(`Training.gathers`) that applies to the layers; weights and gradients outside the layers are whole
+all through a step.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Lora:
 
     @lru_cache(maxsize=256)  # noqa: B019 (few adapters and shapes)
     def adapted(self, shape: ModelShape) -> tuple[tuple[Matrix, ...], ...]:
-        """Return the matrices of each layer that have adapters."""
+        """Return for each layer the matrices that have adapters."""
         return tuple(
             tuple(m for m in layer.adaptable if self._has(f"{shape.layers_name}.{n}.", m))
             for n, layer in enumerate(shape.layers)
@@ -71,7 +72,7 @@ class Lora:
         return _ends(name, self.modules)
 
     def saves(self, shape: ModelShape, layer: int) -> int:
-        """Return the column of `SavedBytes` for a layer."""
+        """Return the layer's index in `SavedBytes`: 0 no adapters, 1 attention, 2 MLP, 3 both."""
         kinds = {kind for _, _, kind, _ in self.adapted(shape)[layer]}
         return ("mixer" in kinds) + 2 * ("mlp" in kinds)
 
@@ -83,7 +84,7 @@ def _ends(name: str, wanted: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of one device's share of the state."""
+    """Bytes of one device's share of weights, gradients and optimizer."""
 
     weights: int
     gradients: int
@@ -137,7 +138,7 @@ class Training:
 
     @classmethod
     def in_dtype(cls, dtype: str) -> Training:
-        """Return the setup of `furlong train`: float32 weights, computation in `dtype`."""
+        """Return the setup of `furlong train`: computation in `dtype`, float32 or wider weights."""
         wide = {"float32": 4, "float64": 8}.get(dtype)
         if wide is None:
             return cls()
@@ -149,26 +150,26 @@ class Training:
 
     @property
     def regathers(self) -> bool:
-        """Whether each pass gathers weights, unless an Unshard does; see `ChunkPlan.regathers`."""
+        """Whether each pass gathers its weights (ZeRO-3), unless an Unshard does."""
         return self.zero_stage == 3
 
     @property
     def passes_gather(self) -> bool:
-        """Whether this runtime gathers layers in each pass and reduces their gradients in each
-        backward: in the pools of a pipeline with `reshard`."""
+        """Whether this runtime gathers the weights of layers in each pass and reduces their
+        gradients in each backward: in the sequence-parallel groups of a pipeline with `reshard`."""
         return self.gathers and self.regathers
 
     def weights(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int = 1
     ) -> RankWeights:
         """Return the weights of a rank that holds the stages `held`. `group_size` devices reduce
-        their gradients together; the weights are sharded over group_size / replicate of them."""
+        gradients together; group_size / replicate of them share the weights."""
         return RankWeights(self, shape, stages, held, max(1, group_size // self.replicate))
 
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights of a rank: numbers of parameters, and bytes of weights, gradients, optimizer."""
+    """A rank's weights: numbers of parameters; bytes of weights, gradients and optimizer."""
 
     training: Training
     shape: ModelShape
@@ -185,17 +186,17 @@ class RankWeights:
 
     @cached_property
     def _ends(self) -> tuple[bool, bool]:
-        """(whether the rank holds the first stage, with the embedding; the last, with the head)."""
+        """Whether the rank holds the first stage (with embedding), and whether the last (head)."""
         return 0 in self.held, len(self.stages) - 1 in self.held
 
     @property
     def passes_gather(self) -> bool:
-        """Whether passes gather from several devices."""
+        """Whether passes gather weights from several devices."""
         return self.training.passes_gather and self.group_size > 1
 
     @property
     def divides(self) -> bool:
-        """Whether, in this runtime, whole weights are gathered copies, which can be freed."""
+        """Whether this runtime computes with gathered copies of weights, which can be freed."""
         training = self.training
         return training.gathers and (self.group_size > 1 or bool(training.offload_weights))
 
@@ -206,20 +207,20 @@ class RankWeights:
 
     @property
     def _is_copied(self) -> bool:
-        """Whether whole weights are copies beside shards. In HSDP that includes groups of one
-        device, whose shard is whole."""
+        """Whether whole weights are copies that exist beside the shards. In HSDP that includes
+        sharding groups of one device, whose shard is whole."""
         return self.divides or (self.training.gathers and self.training.replicate > 1)
 
     @cached_property
     def beside(self) -> int:
-        """Parameters of embedding and head; tied ones on one rank count once."""
+        """Number of parameters of embedding and head; tied ones on one rank count once."""
         count = sum(self._ends)
         return self.shape.embedding_parameters * (min(1, count) if self.shape.tied_head else count)
 
     @cached_property
     def ends_trained(self) -> tuple[int, int]:
-        """Trained parameters of (embedding, head). Tied ones on one rank count for the head, whose
-        gradient comes first."""
+        """Numbers of trained parameters of the embedding and of the head. Tied ones on one rank
+        count for the head, whose gradient comes first."""
         lora, (first, last) = self.training.lora, self._ends
         embedding, head = (True, True) if lora is None else (lora.embedding, lora.head)
         if self.shape.tied_head:
@@ -229,19 +230,19 @@ class RankWeights:
 
     @property
     def beside_trained(self) -> int:
-        """Trained parameters of embedding and head."""
+        """Number of trained parameters of embedding and head."""
         return sum(self.ends_trained)
 
     @cached_property
     def all(self) -> int:
-        """Parameters without adapters."""
+        """Number of the rank's parameters, without adapters."""
         shape, (first, last) = self.shape, self._ends
         own = sum(shape.layers[n].parameters for n in self.layers)
         return own + self.beside + first * shape.entrance_parameters + last * shape.final_parameters
 
     @cached_property
     def packed(self) -> int:
-        """Parameters in 4 bits."""
+        """Number of the rank's parameters in 4 bits."""
         if self.training.packed_bytes is None:
             return 0
         return sum(self.shape.layers[n].linear_parameters for n in self.layers)
@@ -252,7 +253,7 @@ class RankWeights:
 
     @property
     def beside_floats(self) -> int:
-        """Parameters in floats outside the layers: embedding, head, and norms."""
+        """Number of parameters outside the layers: embedding, head, and norms."""
         return self.floats - sum(self.float_layers())
 
     @cached_property
@@ -264,22 +265,22 @@ class RankWeights:
         return adapters + self.beside_trained
 
     def float_layers(self) -> list[int]:
-        """Return the parameters of each layer in floats, without adapters."""
+        """Return each layer's number of parameters that are not in 4 bits, without adapters."""
         is_packed = self.training.packed_bytes is not None
         own = (self.shape.layers[n] for n in self.layers)
         return [n.parameters - (n.linear_parameters if is_packed else 0) for n in own]
 
     @property
     def groups(self) -> tuple[int, int, int]:
-        """Parameters of each group of FSDP2 in this runtime, besides layers: (others, embedding,
-        head). Tied embedding and head are in the first."""
+        """Numbers of parameters outside the layers by FSDP2 group in this runtime: all others,
+        embedding, head. Tied embedding and head are in the first."""
         embedding, head = (0 if self.shape.tied_head else self.shape.embedding_parameters * end
                            for end in self._ends)  # fmt: skip
         return self.beside_floats - embedding - head, embedding, head
 
     @property
     def in_use(self) -> int:
-        """Parameters that passes compute with, including adapters, without 4-bit ones."""
+        """Number of parameters that passes compute with, with adapters, without 4-bit weights."""
         return self.floats + (self.trained if self.training.lora is not None else 0)
 
     def whole_bytes(self, stage: int) -> int:
@@ -290,15 +291,15 @@ class RankWeights:
         return (own.in_use - kept) * self.training.compute_bytes
 
     def freed_bytes(self, *whole: int) -> int:
-        """Return the bytes that are freed while only the stages `whole` are gathered, of the
-        weights that `state` counts as whole."""
+        """Return the bytes of whole weights that are freed while only the stages `whole` are
+        gathered. `state` counts the weights of all stages as whole."""
         if not self.divides:
             return 0
         return sum(n for stage, n in self._whole.items() if stage not in whole)
 
     @cached_property
     def _whole(self) -> dict[int, int]:
-        """Stage that the rank holds -> bytes of its whole weights."""
+        """Stage that the rank holds -> bytes of the stage's whole weights."""
         return {stage: self.whole_bytes(stage) for stage in self.held}
 
     @property
@@ -310,14 +311,14 @@ class RankWeights:
 
     @property
     def start_bytes(self) -> int:
-        """Bytes of weights at the start of a run: the share, and the largest FSDP2 group, which is
-        whole while it is loaded, sharded or checked."""
+        """Bytes of weights at the start of a run: the device's share, and the largest FSDP2 group,
+        which is whole while it is loaded, sharded or checked."""
         widest = max(self.training.master_bytes, self.training.compute_bytes)
         return self.share_bytes + max(*self.float_layers(), *self.groups) * widest
 
     def whole_at_a_time(self, *, reshards: bool) -> int:
-        """Return the most bytes of whole weights in memory at a time: all stages; with `reshards`,
-        two neighbouring stages; if passes gather, two layers and the weights outside the layers."""
+        """Return the most bytes of whole weights at a time: all stages; with `reshards`, two
+        neighbouring stages; if passes gather, two layers and the weights outside layers."""
         if self.passes_gather:
             return self.gathered_bytes + self.beside_floats * self.training.compute_bytes
         freed = 0
@@ -327,9 +328,9 @@ class RankWeights:
 
     @property
     def resharded_bytes(self) -> int:
-        """Most bytes of the state in a step that frees weights of stages, in this runtime: at a
-        time, weights of two stages are whole, and gradients of one stage, starting with the
-        last."""
+        """Most bytes of weights, gradients and optimizer in a step that frees the weights of
+        stages, in this runtime. At a time the weights of two stages are whole, and the gradients of
+        one stage, starting with the last."""
         state, used, most = self.state, 0.0, -inf
         unreduced: dict[int, float] = defaultdict(float)
         for stage in sorted(self.held, reverse=True):
@@ -343,7 +344,7 @@ class RankWeights:
 
     @cached_property
     def state(self) -> StateBytes:
-        """Bytes of one device's share of the state."""
+        """Bytes of one device's share of weights, gradients and optimizer."""
         training, here = self.training, not self.is_away
         shard = [1 if training.zero_stage < stage else self.group_size for stage in (2, 3)]
         weights = self.in_use * training.compute_bytes / shard[1]
@@ -374,7 +375,7 @@ class RankWeights:
 
     @property
     def _parts_bytes(self) -> tuple[float, float]:
-        """(bytes of weight shards besides whole weights, bytes of the optimizer) on one device."""
+        """Bytes on one device of weight shards beside whole weights, and of the optimizer."""
         training, trained = self.training, self.trained
         shards = self.group_size if training.zero_stage else 1
         weights = trained * training.master_bytes / shards
@@ -386,8 +387,8 @@ class RankWeights:
         return weights, self._optimizer_bytes() / shards
 
     def brought_bytes(self, stage: int) -> float:
-        """Return the bytes that an Unshard of a stage copies from CPU memory to each device: its
-        shard in the stored dtype. A tied embedding is copied with the first stage."""
+        """Return the bytes that an Unshard of a stage copies from CPU memory to each device: the
+        device's shard in the stored dtype. A tied embedding is copied with the first stage."""
         training = self.training
         if not training.offload_weights:
             return 0.0
@@ -411,9 +412,9 @@ class RankWeights:
     def collective_bytes(
         self, *, reuses: bool = True, at_once: bool = False, regathers: bool = False
     ) -> int:
-        """Return the bytes of buffers of gathers and reductions, besides whole weights and
-        gradients. The largest layer passes through a buffer. When layers have reduced their
-        gradients, so do embedding and head, one after the other.
+        """Return the bytes of buffers for gathers and reductions, besides whole weights and
+        gradients. The largest layer passes through a buffer. After all layers, embedding and head
+        reduce their gradients, one after the other.
 
         `reuses`: whether whole gradients have accumulated, so that buffers reuse the memory that is
         freed as gradients become shards (a C library's heap keeps it). `at_once`: whether a stage
@@ -439,11 +440,11 @@ class RankWeights:
         return round(beside + max(max(layers) * element_bytes + made, gathered, ends))
 
     def gradients(self, stage: int, num_backwards: int) -> list[float]:
-        """Return the bytes of gradients that a stage's first of `num_backwards` Backwards leaves:
-        before its layers, of each layer, and after them.
+        """Return the bytes of gradients that the first of a stage's `num_backwards` Backwards
+        leaves: of weights before the stage's layers, of each layer, and of weights after them.
 
-        They are whole until they are reduced: in this runtime in the last Backward of a stage,
-        layer by layer; under ZeRO-3, or if passes gather, in each Backward.
+        Gradients are whole until they are reduced: in this runtime in the last Backward of a stage,
+        layer by layer; under ZeRO-3, or if passes gather weights, in each Backward.
         """
         front, *layers, behind = self._whole_gradients(stage)
         is_shard = self.training.zero_stage == 3 and not self.passes_gather
@@ -453,7 +454,7 @@ class RankWeights:
         return [of_ends * front, *(share * own for own in layers), of_ends * behind]
 
     def _whole_gradients(self, stage: int) -> list[float]:
-        """Return the bytes of whole gradients before a stage's layers, of each, and after them."""
+        """Return the bytes of whole gradients: before a stage's layers, of each, and after them."""
         training, shape, lora = self.training, self.shape, self.training.lora
         numbers = range(sum(self.stages[:stage]), sum(self.stages[: stage + 1]))
         layers = [
@@ -468,10 +469,9 @@ class RankWeights:
         return [float(training.gradient_bytes * n) for n in (ends[0], *layers, ends[1])]
 
     def freed_gradients(self, stage: int, made: Sequence[float]) -> list[tuple[int, float]]:
-        """Return (stage, bytes) pairs for the gradients `made` by the first Backward of `stage`, in
-        this runtime: the Reduce of the returned stage frees these bytes. It frees all but shards,
-        or all if shards are off the device. A tied embedding's gradient is reduced with the rank's
-        first stage."""
+        """Return pairs (stage, bytes) for the gradients `made` by the first Backward of `stage`, in
+        this runtime. The Reduce of the pair's stage frees these bytes: all but shards, or all if
+        shards are off the device. A tied embedding's gradient waits for the first stage held."""
         if not self.divides:
             return []
         share = 0.0 if self.is_away else 1 / self.group_size

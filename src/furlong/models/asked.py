@@ -1,4 +1,4 @@
-"""Test what a model does on a tiny one of the same class, since config keys may have no effect."""
+"""Test what a model does by running a tiny one of its class: config keys may have no effect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Positions = Literal["rotary", "table", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Effects of a decoder; all are assumed if no tiny model can be built."""
+    """Effects of a decoder that make chunks inexact; all are assumed without a tiny model."""
 
     sees_later: bool = True
     """Whether logits change with a later token."""
@@ -32,7 +32,7 @@ class Answers:
 
 
 def answers_of(model: Any) -> Answers:
-    """Return the effects of a transformers model, tested on a tiny one of its class and config."""
+    """Return the `Answers` for a transformers model, tested on a tiny one of its class."""
     text = model.config.get_text_config()
     # the model's own class, which may be a subclass with other code
     own: Any = type(model) if text is model.config else None
@@ -46,8 +46,7 @@ def positions_of(config: Any) -> Positions:
 
 
 def rope_entries(config: Any, *, but: str = "") -> list[dict[str, Any]]:
-    """Return the RoPE parameters of a text config: one dict for all layers, or one for each layer
-    type except `but`."""
+    """Return the RoPE parameters of a text config: one dict, or one per layer type except `but`."""
     parameters = getattr(config, "rope_parameters", None) or {}
     layered = {key: entry for key, entry in parameters.items() if isinstance(entry, dict)}
     if parameters and not layered:
@@ -100,7 +99,7 @@ def _small(key: tuple[Any, str]) -> Any:
 
 
 def _tiny(config: Any, model_class: Any = None) -> Any:
-    """Build a frozen float64 model on the CPU."""
+    """Build a frozen float64 model with random weights on the CPU."""
     from transformers import AutoModelForCausalLM
 
     make = model_class._from_config if model_class else AutoModelForCausalLM.from_config

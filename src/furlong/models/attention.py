@@ -6,8 +6,8 @@ families drop keyword arguments on the way to attention.
 
 Two things reach furlong only through transformers' cache: the number of earlier tokens (Llama 4
 scales its queries by positions that it counts itself), and latents before they are expanded to keys
-and values (DeepSeek and families with its attention). Attention modules that need either are given
-a `LayerCache` while a cell computes.
+and values (DeepSeek and families with its attention). Attention modules that need either one get a
+`LayerCache` while a cell computes.
 
     T tokens, N query heads, K key-value heads, H head dim
 """
@@ -52,11 +52,11 @@ _HARMLESS = {
 
 
 class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
-    """Ends a pass at the cell's last K,V; only its backward needs the rest of the forward."""
+    """Raised to end a pass at the stage's last K,V, where nothing needs the rest of the forward."""
 
 
 class CellAttention(Protocol):
-    """The attention of one cell: a chunk at a stage."""
+    """The attention of one cell (a chunk at a stage), called for each of its layers."""
 
     def attend(
         self,
@@ -77,13 +77,13 @@ class CellAttention(Protocol):
 
     def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Expansion) -> Tensor:
         """Take the latents (T, W) from which the module makes keys and values for the layer's next
-        `attend`, and return them for it to use."""
+        `attend`, and return the latents for the module to use."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BoundCell:
-    """The cell bound to an attention module for the current pass."""
+    """The cell (a chunk at a stage) bound to an attention module for the current pass."""
 
     cell: CellAttention
     what: Pass
@@ -101,7 +101,7 @@ class BoundCell:
         return found if found and found.thread == threading.get_ident() else None
 
     def layer_of(self, module: nn.Module) -> int:
-        """Return the layer that attends; if layers share a block, only the cache knows it."""
+        """Return the number of the layer that attends; for a shared module the cache knows it."""
         if self.cache is None or self.cache.layer is None:
             return module.layer_idx  # type: ignore[return-value]
         layer, self.cache.layer = self.cache.layer, None
@@ -116,7 +116,7 @@ Change = tuple[MutableMapping[str, Any], str, Any]
 
 @contextmanager
 def patched(changes: Iterable[Change]) -> Iterator[None]:
-    """Context manager: give keys other values, and restore all on exit, also after an error."""
+    """Context manager: set keys to temporary values; restore them on exit, also after an error."""
     before: list[Change] = []
     try:
         for names, key, value in changes:
@@ -195,7 +195,7 @@ def attention(
 
 
 def called_within(module: nn.Module) -> ConfigError:
-    """Return the error for a user's call of a model while chunks of it are computed."""
+    """Return the error for a user's call of a model while a step computes chunks of this model."""
     return ConfigError(
         given=f"{type(module).__name__} called while a step of its model, or of one that shares its"
         " config, runs",
@@ -211,7 +211,7 @@ def called_within(module: nn.Module) -> ConfigError:
 def hooked(module: nn.Module, hook: Callable[[nn.Module, object], None]) -> Iterator[None]:
     """Context manager: run a hook before each call of a module.
 
-    The hook is removed by identity: an interrupt may come before its handle is stored.
+    The hook is removed by identity, since an interrupt may come before its handle is stored.
     """
     try:
         module.register_forward_pre_hook(hook)
@@ -223,14 +223,15 @@ def hooked(module: nn.Module, hook: Callable[[nn.Module, object], None]) -> Iter
 
 
 def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Convert queries, keys and values (1, heads, T, any) for a cell: (heads, T, H), padded to one
-    width, in the dtype of the active autocast."""
+    """Convert queries, keys and values (1, heads, T, any) to (heads, T, H): padded to one width,
+    and cast to the dtype of the active autocast."""
     width = max(x.shape[-1] for x in tensors)
     return tuple(_widened(_autocast(x[0]), width) for x in tensors)
 
 
 def attention_block(module: nn.Module, layer: int) -> int | None:
-    """Tokens per attention block of a layer with chunked attention (Llama 4); else None."""
+    """Return the number of tokens per attention block if a layer has chunked attention (Llama 4),
+    in which a token sees no other block; else None."""
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None) or ()
     if CHUNKED not in types or types[layer] != CHUNKED:
@@ -251,21 +252,20 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 class LayerCache:
-    """The cache that one attention module is given for one call."""
+    """Stands for transformers' cache in one call of one attention module."""
 
     def __init__(self, module: nn.Module, bound: BoundCell) -> None:
         self._module, self._bound = module, bound
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return (T,) counts: tokens before each token in its sequence, minus tokens before it in
-        the chunk, which the module adds."""
+        """Return (T,): each token's position minus its row in the chunk; the module adds rows."""
         positions = self._bound.positions
         return positions - torch.arange(len(positions), device=positions.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Return k and v of this call alone, since the store holds earlier ones; if they are
-        latents (1, 1, T, W), store them from here."""
+        """Return k and v of this call alone, since the KV store holds earlier ones. If k and v are
+        parts of latents (1, 1, T, W), first store the latents."""
         if not _has_latents(self._module):
             return k, v
         widths = k.shape[-1], v.shape[-1]
@@ -276,9 +276,9 @@ class LayerCache:
 
 
 def _expansion(module: Any, width: int, device_type: str) -> Expansion:
-    """Return the function that expands a module's latents, under the present autocast.
+    """Return the function that makes K,V from a module's latents, under the autocast active now.
 
-    `width`: columns of a latent before those that RoPE rotates.
+    `width`: number of columns of a latent before those that RoPE rotates.
     """
     kind = "cpu" if device_type == "meta" else device_type
     dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -293,12 +293,12 @@ def _expansion(module: Any, width: int, device_type: str) -> Expansion:
 
 
 def scales_by_position(module: nn.Module) -> bool:
-    """Whether an attention module scales its queries by positions that it derives from a cache."""
+    """Whether an attention module scales queries by positions that it derives from its cache."""
     return bool(getattr(module, "attn_temperature_tuning", False))
 
 
 def _has_latents(module: nn.Module) -> bool:
-    """Whether an attention module expands latents, which pass through the cache, to K,V.
+    """Whether an attention module makes K,V from latents, which pass through the cache.
 
     False if the module has active dropout: each expansion would draw other random numbers.
     """
@@ -336,8 +336,8 @@ def chunked_attention(
     modules: Sequence[nn.Module], attending: Iterable[nn.Module], max_seq_len: int | None,
     compiled: Collection[nn.Module] = (),
 ) -> Iterator[None]:  # fmt: skip
-    """Context manager: run every layer's attention through `attention`, and give a `LayerCache` to
-    those of `attending` that need one. Other arguments: see `forward_as_written`."""
+    """Context manager: run every layer's attention through `attention`. Those modules of
+    `attending` that need a `LayerCache` get one. Other arguments: see `forward_as_written`."""
     AttentionInterface.register(ATTENTION_NAME, attention)
     ours = [("_attn_implementation_internal", ATTENTION_NAME)]
     with forward_as_written(modules, max_seq_len, compiled, ours), ExitStack() as stack:
@@ -356,7 +356,7 @@ def forward_as_written(
     """Context manager: run a model uncompiled (except `compiled`), without gradient checkpointing,
     with return_dict, and with longrope's factors for `max_seq_len`.
 
-    `modules`: all of the model's, itself first; `settings`: other values of its configs.
+    `modules`: all of the model's, itself first; `settings`: (key, value) to set in its configs.
     """
     configs = {id(module.config): module.config for module in having(modules, "config")}.values()
     plain: list[Change] = [
@@ -375,11 +375,10 @@ def forward_as_written(
 
 
 def _pinned_longrope(modules: Sequence[Any], max_seq_len: int | None) -> Iterator[Change]:
-    """Choose longrope's factors once, by the run's longest sequence, and yield changes that keep
-    them.
+    """Yield changes that fix longrope's factors, in all calls, to those of `max_seq_len` tokens.
 
-    transformers chooses them in each call, by its largest position, so that a chunk could have
-    other factors than its whole sequence. A model has one RoPE type, or one per layer type.
+    In each call transformers chooses them by the largest position, so that a chunk could have other
+    factors than its whole sequence. A model has one RoPE type, or one per layer type.
     """
     if max_seq_len is None or "longrope" not in rope_types(modules[0].config.get_text_config()):
         return
@@ -396,7 +395,7 @@ def _pinned_longrope(modules: Sequence[Any], max_seq_len: int | None) -> Iterato
 
 
 def _choose(rotary: Any, max_seq_len: int, **layer_type: str) -> None:
-    """Make transformers choose the factors for `max_seq_len` tokens, by a call at that length."""
+    """Make transformers choose longrope's factors by calling `rotary` for `max_seq_len` tokens."""
     device = next(rotary.buffers()).device
     longest = torch.tensor([[max_seq_len - 1]], device=device)
     rotary(torch.zeros(1, device=device), longest, **layer_type)

@@ -1,8 +1,8 @@
 """Models in and out: from a hub id or folder to a trainable model, and back to a folder.
 
-Trained weights are float32 (float64 if that is asked for), frozen weights have the compute's dtype.
-Files are checked before weights are loaded or data are read: only their headers are read. Random
-weights are drawn by name: a module has the same ones in whatever part of a model it is.
+Trained weights are float32 (float64 if that is asked for), frozen weights have the compute dtype. A
+model's files are checked, by their headers alone, before weights are loaded or data are read.
+Random weights are drawn by module name: a module has the same ones in any part of a model.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _INEXACT = ("F8", "F6", "F4", "C64", "C128")
 
 def check_weight_files(source: str, *, are_packed: bool = False) -> None:
     """Raise ConfigError unless the safetensors files of a folder are all there, readable and whole.
-    Those of a hub id are downloaded later. `are_packed`: in 4 bits, as config.json says."""
+    Files of a hub id are downloaded later. `are_packed`: whether config.json says 4-bit weights."""
     folder = Path(source)
     if not folder.is_dir():
         return
@@ -109,9 +109,8 @@ def weights_fingerprint(source: str, revision: str | None = None) -> dict[str, s
     """Return facts that differ between the weights of two models, without reading them whole.
 
     Returns:
-        By file of a folder, its size and a hash of 64 KiB at each of 32 places, evenly apart: the
-        weights of another checkpoint of the same model differ in all of them. Of a hub id, the
-        commit that it was downloaded at.
+        For a folder, file -> its size and a hash of 64 KiB at each of 32 offsets, evenly apart: the
+        weights of another checkpoint of the same model differ in all. For a hub id, the commit.
     """
     if not os.path.isdir(source):
         config = model_file(source, CONFIG, revision)
@@ -128,7 +127,7 @@ def weights_fingerprint(source: str, revision: str | None = None) -> dict[str, s
 
 
 def _check_header(file: Path, are_packed: bool) -> None:
-    """Raise ConfigError for a safetensors file that is unreadable, cut off or something else."""
+    """Raise ConfigError for a safetensors file that is unreadable, cut off or without floats."""
     from safetensors import SafetensorError, safe_open
 
     check_readable(file)
@@ -149,7 +148,7 @@ def _check_header(file: Path, are_packed: bool) -> None:
 
 
 def _shards(index: Path) -> list[str]:
-    """The names of the files that an index lists, sorted. Raises ConfigError."""
+    """Return the sorted names of the files that an index lists. Raises ConfigError if damaged."""
     check_readable(index)
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -185,10 +184,10 @@ def _no_weights(given: str, change: str = "download or copy the model once more"
 
 
 def draw_weights(model: Any, seed: int, device: torch.device) -> None:
-    """Give a model on meta weights and buffers, as transformers draws them for each module.
+    """Draw the weights and buffers of a model on meta, as transformers draws them for each module.
 
-    Each module has a generator state of its own, made of `seed` and its name. Changes the CPU's
-    global generator. Raises UnsupportedModelError for a family that leaves a weight as it is.
+    Each module's random state is made of `seed` and the module's name. Changes the CPU's global
+    generator. Raises UnsupportedModelError for a family that leaves a weight undrawn.
     """
     model.to_empty(device=device)
     floats = [
@@ -212,7 +211,7 @@ def draw_weights(model: Any, seed: int, device: torch.device) -> None:
 
 
 def draw_adapters(model: nn.Module, seed: int) -> None:
-    """Draw the weights of LoRA adapters of peft anew, by name, where there are any."""
+    """Draw the weights of peft's LoRA adapters again, each from `seed` and its module's name."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():
@@ -223,7 +222,8 @@ def draw_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _draw(module: nn.Module, name: str, owner: Any, seed: int) -> None:
-    """Children come first, and a model inside a model fills its own modules, as in transformers."""
+    """Draw the weights of a module, after those of its children. A model inside a model (`owner`)
+    fills its own modules, as in transformers."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
@@ -239,12 +239,12 @@ def _seed(name: str, seed: int) -> None:
 
 
 def add_adapters(model: Any, lora: dict[str, Any], whole: nn.Module | None = None) -> Any:
-    """Return the model with adapters and with its weights frozen.
+    """Return the model with adapters, and with its other weights frozen.
 
     `lora` holds keys of `model.lora`, at least `rank`, `alpha`, `dropout`, `target_modules`.
-    `whole`, for a model that holds one stage: the whole model, on meta, which is changed. A stage
-    without any of the modules has no adapter. Raises ConfigError, also for a name among others that
-    fits no module of the whole.
+    `whole`, for a model that holds one stage: the whole model, on meta, which gets adapters, too. A
+    stage without any of the modules gets no adapter. Raises ConfigError, also if only one of
+    several names fits no module of the whole model.
     """
     if whole is not None:
         add_adapters(whole, lora)
@@ -271,8 +271,9 @@ def add_adapters(model: Any, lora: dict[str, Any], whole: nn.Module | None = Non
 
 
 def load_adapter(model: Any, adapter: str, *, is_whole: bool) -> None:
-    """Give adapters the weights of a saved one, of which a model that is one stage of a pipeline
-    has a part. Raises ConfigError where any is missing, or is no weight of the model."""
+    """Give a model's adapters the weights of the saved adapter in the folder `adapter`. A model
+    that is one stage of a pipeline takes its part. Raises ConfigError for weights that are missing,
+    or that do not belong to a whole model."""
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -297,7 +298,7 @@ def load_adapter(model: Any, adapter: str, *, is_whole: bool) -> None:
 
 
 def merge_adapters(model: Any) -> Any:
-    """The model whose weights have their adapters added, in float32, so that they are rounded once.
+    """Return the model with adapters added to its weights, in float32: each is rounded once.
 
     Where adapters change one of two tied weights, the two are untied: they are no longer equal.
     """
@@ -376,8 +377,8 @@ families whose checkpoints hold each expert apart, and all-linear for experts an
 
 
 def _write_as_peft_reads(adapted: Any) -> None:
-    """Name linear layers by their weights (`target_parameters`) in the config that is exported
-    where peft, as it loads it, would put their adapters into experts (`_RENAMES`)."""
+    """Name some linear layers by their weights (`target_parameters`) in the exported config: those
+    whose adapters peft would put into experts as it loads the config (`_RENAMES`)."""
     from peft import LoraConfig
     from peft.utils import transformers_weight_conversion as conversion
 
@@ -397,7 +398,7 @@ def _write_as_peft_reads(adapted: Any) -> None:
 
 
 def _ends(own: str, name: str) -> bool:
-    """Whether a whole name is `name` or ends with it, as peft compares them."""
+    """Whether a qualified name `own` is `name` or ends with it, as peft compares them."""
     return own == name or own.endswith(f".{name}")
 
 
@@ -528,13 +529,13 @@ def export_model(
     card: str | None = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Writes a folder that transformers (or, for adapters, peft) loads; returns it.
+    """Write a folder that transformers (or, for adapters, peft) loads, and return its path.
 
-    Weights are written in `dtype`. `weights`: those of `exported_names` as they are written, where
-    the model's own are divided or others; they are taken out, layer by layer. `has_other_config`:
-    the base of adapters computes something else than its own files say; the folder `BASE` then
-    holds its config, and this is printed. `card`: README.md. The folder appears whole or not at
-    all. Raises ConfigError if it is there already.
+    Weights are written in `dtype`. `weights`: by the names of `exported_names`, weights to write in
+    place of the model's, which may be sharded; they are removed from the dict, layer by layer.
+    `has_other_config`: whether the base of adapters has another config than its own files say; the
+    subfolder `BASE` then holds that config, and a warning is printed. `card`: README.md. The folder
+    appears whole or not at all. Raises ConfigError if it exists already.
     """
     folder = Path(folder)
     check_export_folder(folder)
@@ -565,8 +566,8 @@ def export_model(
 def _end_by(file: Path, tokenizer: Any) -> None:
     """Add the tokenizer's EOS, which a run may have set, to a generation config.
 
-    transformers refuses to save flaws of a published one (a temperature without do_sample) once a
-    key is changed, so this changes the file that it has written.
+    Once a key is changed, transformers refuses to save flaws of a published config (a temperature
+    without do_sample), so this changes the file that transformers has written.
     """
     eos = getattr(tokenizer, "eos_token_id", None)
     if eos is None or not file.exists():
@@ -580,8 +581,8 @@ def _end_by(file: Path, tokenizer: Any) -> None:
 
 
 def exported_names(model: Any) -> dict[str, str]:
-    """The names of what an export of the model holds, each with the name by which its weight comes
-    first: tied weights have several."""
+    """Return the names of the tensors in an export of the model, each with the first name of the
+    same weight: tied weights have several names."""
     tensors = model.state_dict(keep_vars=True)
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict
@@ -621,8 +622,8 @@ def _write_model(
 
 
 def _as_in_files(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights as files of the model's family hold them: tied ones once, experts apart. Layer by
-    layer, and without those of `weights`: not all are there in two forms."""
+    """Return the weights as files of the model's family hold them: tied ones once, experts apart.
+    They are converted layer by layer, so that not all exist in two forms at once."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -638,8 +639,8 @@ def _as_in_files(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 def _add_older_rope(folder: Path) -> None:
-    """Write the RoPE of a config.json also under the keys of transformers 4, which reads no
-    `rope_parameters` and would take the defaults of the family, where 5 then reads the same."""
+    """Write the RoPE of a config.json also under the keys of transformers 4, if 5 still reads the
+    same then. Version 4 ignores `rope_parameters` and would take the family's defaults."""
     from transformers import AutoConfig
 
     file = folder / "config.json"
@@ -670,9 +671,9 @@ def read_config(
     source: str, *, revision: str | None = None, changes: Mapping[str, Any] | None = None,
     rope: dict[str, Any] | None = None, max_seq_len: int | None = None, as_floats: bool = False,
 ) -> Any:  # fmt: skip
-    """The transformers config of a hub id or folder, with `changes` (model.config) and `rope`
-    (model.rope) written into it. `as_floats`: of weights that are quantized, but for the 4 bits of
-    bitsandbytes, as if they were not.
+    """Return the transformers config of a hub id or folder, with `changes` (model.config) and
+    `rope` (model.rope) written into it. `as_floats`: read a config of quantized weights, other than
+    4-bit ones of bitsandbytes, as if they were not quantized.
 
     Raises ConfigError, also if the model has fewer positions than `max_seq_len`.
     """
@@ -719,10 +720,10 @@ _NOT_CHANGED = ("model_type", "architectures", "auto_map", "dtype", "quantizatio
 
 
 def apply_changes(config: Any, changes: Mapping[str, Any]) -> list[str]:
-    """Change keys of a transformers config (model.config), in place; returns what has changed.
+    """Change keys of a transformers config (model.config) in place; return the changes in words.
 
-    Keys are those of the decoder or else of the whole model, nested by dots or as mappings.
-    Raises ConfigError for a key that the config does not have, and for a value of another type.
+    Keys are those of the decoder or else of the whole model, nested by dots or as mappings. Raises
+    ConfigError for a key that the config does not have, and for a value of another type.
     """
     said = []
     for key, value in _leaves(changes):
@@ -765,10 +766,10 @@ def _leaves(values: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, A
 
 
 def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
-    """The whole model of a config, on meta: without memory for its weights.
+    """Return the whole model of a config, on meta: without memory for its weights.
 
-    Raises UnsupportedModelError if transformers knows none, and ConfigError if it cannot build or
-    write one of this config.
+    Raises UnsupportedModelError if transformers has no causal language model for the config, and
+    ConfigError if it cannot build the model or write its config.
     """
     from transformers import AutoModelForCausalLM
 
@@ -810,8 +811,8 @@ def _load_weights(
     quantize: str | Mapping[Any, Any] | None, divide: Callable[[Any], None] | None,
     device: torch.device | None, *, is_empty: bool = False,
 ) -> Any:  # fmt: skip
-    """The model with the weights of its files; divided where `divide` is given and each process can
-    read its rows of them alone."""
+    """Return the model with the weights of its files. With `divide` it is sharded, if transformers
+    can read this process's rows of each weight alone; otherwise it is whole."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoModelForCausalLM,
@@ -909,9 +910,9 @@ def _take_share(
     others: Mapping[str, nn.Module], divide: Callable[[Any], None], tie: Callable[..., None],
     model: Any,
 ) -> None:  # fmt: skip
-    """Divide a model on meta, so that transformers reads of each weight the rows of this process
-    alone. What its files lack is not drawn: it is refused, and a draw might wait for others.
-    `tie`: transformers' own, which it takes away while it reads."""
+    """Shard a model on meta, so that transformers reads only this process's rows of each weight.
+    Weights that its files lack are not drawn: they are refused later, and a draw might wait for
+    other processes. `tie`: the `tie_weights` that transformers takes away while it reads."""
     from transformers import PreTrainedModel
 
     hold(model, others)
@@ -932,8 +933,8 @@ def _take_share(
 
 @contextmanager
 def _without_rows(device: torch.device | None) -> Iterator[None]:
-    """Let transformers read stacked weights of which this process has no rows: of an empty list it
-    would make no tensor."""
+    """Context manager: let transformers read stacked weights of which this process has no rows. Of
+    an empty list it would make no tensor."""
     from transformers import core_model_loading as loading
 
     stack, put = loading.MergeModulelist.convert, loading.set_param_for_module
@@ -962,9 +963,9 @@ def _are_equal_here(*weights: Tensor) -> bool:
 
 
 def _are_shares(model: Any) -> bool:
-    """Whether each weight is divided and has the rows (indices on the first axis) of this process:
-    those of what a file holds, or of several that are stacked. What transformers makes otherwise of
-    parts of files mixes their rows, unless it works along other axes alone."""
+    """Whether each weight is sharded and was read as this process's rows (indices on the first
+    axis), alone or stacked from several weights. Any other conversion by transformers mixes rows,
+    unless it works along other axes only."""
     used = getattr(model, "_weight_conversions", None) or ()
     operations = [op for one in used for op in getattr(one, "operations", None) or ()]
     merged = [op for op in operations if type(op).__name__ == "MergeModulelist"]
@@ -978,8 +979,8 @@ def _are_shares(model: Any) -> bool:
 
 
 def _require_tied(model: Any, source: str) -> None:
-    """Raise ConfigError for a head beside other input embeddings where config.json has them tied:
-    transformers 4 ties them, 5 does not, and the first stage of a pipeline could not know."""
+    """Raise ConfigError if head and input embeddings are two weights although config.json ties
+    them: transformers 4 ties them, 5 does not, and the first stage of a pipeline could not know."""
     tied: Any = model.config.get_text_config().tie_word_embeddings
     weights = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     if tied and all(isinstance(w, nn.Parameter) for w in weights) and weights[0] is not weights[1]:
@@ -991,7 +992,7 @@ def _require_tied(model: Any, source: str) -> None:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weights in `dtype`; tied weights stay one tensor, so that they are written once."""
+    """Return the weights in `dtype`; tied ones stay one tensor, so that they are written once."""
     casts: dict[int, torch.Tensor] = {}
     return {
         name: casts.setdefault(x.data_ptr(), x.to(dtype)) if x.is_floating_point() else x
@@ -1010,12 +1011,11 @@ def check_model(
     rope: dict[str, Any] | None = None,
     max_seq_len: int,
 ) -> None:
-    """Raise UserError for a hub id or folder whose model cannot be trained at this length, or not
-    with `changes` of its config; prints what they change.
+    """Raise UserError for a hub id or folder whose model cannot be trained on `max_seq_len` tokens,
+    or not with `changes` of its config; print what the changes are.
 
-    The model is built without memory for its weights; of their files only names and headers are
-    looked at, and only if `init` says that they are read. What the forward does is only known to
-    the self-check of the engine.
+    The model is built without memory for weights. Only names and headers of weight files are read,
+    and only with `init="pretrained"`. The engine's self-check later tests what the forward does.
     """
     source = check_folder(name, revision)
     config = read_config(

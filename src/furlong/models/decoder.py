@@ -2,9 +2,9 @@
 
 For the length of a pass the decoder's list of layers is replaced. `PlaceholderLayer` stands for
 every layer of another stage, `Inject`, which returns the stage's input, for the layer before the
-stage, and `Capture`, which keeps its output, for the layer after it. Operations of a family between
-embedding and first layer (multiplier, positions, dropout) and after the last layer thus affect no
-other stage, and config, layer indices and parameter names stay those of the whole model.
+stage, and `Capture`, which keeps the stage's output, for the layer after it. Operations of a family
+between embedding and first layer (multiplier, positions, dropout) and after the last layer thus
+affect no other stage, and config, layer indices and parameter names stay those of the whole model.
 
     T tokens of a chunk, D hidden size, V vocabulary
 """
@@ -79,7 +79,7 @@ from furlong.plan.passes import Pass
 
 @dataclass
 class DecoderOutput(MoeModelOutputWithPast):  # type: ignore[misc]
-    """Output of a decoder with hidden states alone."""
+    """Output of a decoder: hidden states, and None for any other field."""
 
     def __getattr__(self, name: str) -> Any:
         """Return None for any other field that a family's head reads."""
@@ -89,7 +89,7 @@ class DecoderOutput(MoeModelOutputWithPast):  # type: ignore[misc]
 
 
 class HeadStub(nn.Module):
-    """Replaces the decoder while the head runs: returns its input embeddings as hidden states.
+    """Stands for the decoder while the head runs: returns its input embeddings as hidden states.
 
     Other attributes that a head reads (Falcon-H1's multiplier) are the decoder's.
     """
@@ -108,7 +108,8 @@ class HeadStub(nn.Module):
 
 
 class Stage:
-    """Layers [layers.start, layers.stop); the first stage also embeds, the last has a head."""
+    """Layers [layers.start, layers.stop) of a decoder. The first stage also embeds token ids, the
+    last one also runs what follows the layers."""
 
     def __init__(self, model: HFDecoder, layers: range) -> None:
         self.layers = layers
@@ -123,7 +124,7 @@ class Stage:
 
     @property
     def events(self) -> tuple[TokenMixing, ...]:
-        """Events (attention or states, layer) of the stage's layers, in order."""
+        """How tokens mix in the stage: (attention or states, layer), in the order of a forward."""
         own = self._model.events
         if own is None:
             return tuple(("attention", layer) for layer in self.layers)
@@ -151,7 +152,7 @@ class Stage:
         return call_root(self._model.base, run)[0]  # after a wrapper's hooks, which take no views
 
     def _run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
-        """Hidden states (1, T, D)."""
+        """Return hidden states (1, T, D), as `run` describes."""
         modules = self._model.cell_modules
         cache = EmptyCache() if self._model.probed.mixers else None
         decode = partial(self._model.decode, cache)
@@ -198,7 +199,7 @@ class Stage:
         )
 
     def _ending_calls(self) -> AbstractContextManager[None]:
-        """Context manager: the layer with the stage's last K,V returns its input in place of
+        """Context manager: make the layer with the stage's last K,V return its input instead of
         raising KVReady, so that a wrapper's post-forward hooks run."""
 
         def until_kv(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -244,8 +245,8 @@ class HFDecoder:
         max_seq_len: tokens of the run's longest sequence.
         needs_head: whether the model must have a causal language-model head. If not, any head is
             accepted, and without a language-model head `logits` returns hidden states.
-        device: where the model computes, wherever its weights are; None: where they are.
-        is_entered: passes run inside a call of the decoder, whose hooks and head see whole batches.
+        device: where the model computes; None: where its weights are.
+        is_entered: whether passes run inside a call of the decoder, which computes the head itself.
 
     Raises:
         UnsupportedModelError: the model is known to be inexact in chunks.
@@ -281,7 +282,7 @@ class HFDecoder:
 
     @cached_property
     def heads(self) -> tuple[int, int]:
-        """(query heads, key-value heads) of every layer; UnsupportedModelError if they differ."""
+        """Query heads and key-value heads of all layers; UnsupportedModelError if they differ."""
         num_heads = for_all_layers(self.config, "num_attention_heads")
         num_kv_heads = for_all_layers(self.config, "num_key_value_heads", num_heads) or num_heads
         if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
@@ -294,8 +295,8 @@ class HFDecoder:
         return num_heads, num_kv_heads
 
     def require_own_tokens(self) -> None:
-        """Raise UnsupportedModelError for recurrent layers, whose states the processes of a
-        sequence-parallel group cannot divide among them."""
+        """Raise UnsupportedModelError if layers are recurrent: the processes of a sequence-parallel
+        group cannot divide their states."""
         if self.probed.mixers:
             kind = type(self.probed.mixers[0].module).__name__
             raise UnsupportedModelError(
@@ -338,8 +339,7 @@ class HFDecoder:
 
     @property
     def ends(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """(embedding, head); None for one that this process lacks, and for both if they share a
-        weight."""
+        """Embedding and head; None for one that this process lacks, for both if they are tied."""
         embedding = self.base.get_input_embeddings()
         head = self.base.get_output_embeddings() if self._has_head else None
         each = [
@@ -355,8 +355,8 @@ class HFDecoder:
         """Number of leading layers without a trained parameter in them or before them.
 
         Parameters outside of layers count as before them, since only the family's code knows where
-        they are used. A process without the first layers has only tied embeddings there and cannot
-        see the other stages: the model's number is the minimum over processes.
+        they are used. A process of a later stage cannot see earlier stages, and counts a tied
+        weight alone as before its layers: the model's number is the minimum over processes.
         """
         own = {id(p) for layer in self.layers for p in layer.parameters()}
         others = [p for p in self.decoder.parameters() if id(p) not in own]
@@ -368,9 +368,9 @@ class HFDecoder:
         return next((index for index, any_ in enumerate(trained) if any_), self.num_layers)
 
     def require_frozen(self, num_layers: int) -> None:
-        """Raise PlanError if a parameter is trained in the first `num_layers` layers or before.
+        """Raise PlanError if a parameter is trained in or before the first `num_layers` layers.
 
-        A plan without their backwards would leave its gradient out.
+        A plan without backwards of these layers would leave out the parameter's gradient.
         """
         if num_layers and self.num_frozen_layers < num_layers:
             raise PlanError(
@@ -406,7 +406,7 @@ class HFDecoder:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (T, V) of final hidden states (T, D), with the family's scale and softcap."""
+        """Return logits (T, V) of final hidden states (T, D), with a family's scale and softcap."""
         if not self._has_head:
             return hidden
 
@@ -418,27 +418,27 @@ class HFDecoder:
         return call_root(self.base, head)[0]
 
     def whole_hidden(self, input_ids: Tensor) -> Tensor:
-        """Final hidden states (T, D) of a whole sequence (T,), with the model's own attention.
+        """Return final hidden states (T, D) of a whole sequence (T,), by the model's own attention.
 
         Call it outside `installed`.
         """
         return self._outside(lambda: self.decode(input_ids=input_ids[None]))
 
     def whole_logits(self, input_ids: Tensor) -> Tensor:
-        """Logits (T, V) of a whole sequence (T,) by the model's forward, outside `installed`."""
+        """Return logits (T, V) of a whole sequence (T,) by the model, outside `installed`."""
         if not self._has_head:
             return self.whole_hidden(input_ids)
         return self._outside(lambda: self._whole(input_ids=input_ids[None]))
 
     def _outside(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run with the model's own attention and return the only sequence (T, any)."""
+        """Call `run` with the model's own attention; return its output without the batch axis."""
         with forward_as_written([*self.base.modules()], self.max_seq_len):
             return call_root(self.base, run)[0]
 
     def stays_float32(self, compute_dtype: torch.dtype) -> list[nn.Parameter]:
-        """Parameters that transformers keeps in float32 when it loads a model in `compute_dtype`.
+        """Return parameters that transformers keeps in float32 if it loads in `compute_dtype`.
 
-        The names are the family's `_keep_in_fp32_modules` (float16 alone) and
+        Their names are in the family's `_keep_in_fp32_modules` (float16 alone) and
         `_keep_in_fp32_modules_strict` (all 16-bit types).
         """
         kept = set(getattr(self.base, "_keep_in_fp32_modules_strict", None) or ())
@@ -451,8 +451,8 @@ class HFDecoder:
 
     @contextmanager
     def installed(self, modules: Sequence[nn.Module] = ()) -> Iterator[None]:
-        """Context manager: run attention and mixers through furlong; the model is restored on
-        exit, also after an error. `modules`: the base model's, if the caller knows them."""
+        """Context manager: run attention and mixers (recurrent layers) through furlong; restore the
+        model on exit, also after an error. `modules`: the base model's, if at hand."""
         mixers, modules = self.probed.mixers, modules or [*self.base.modules()]
         with (
             chunked_attention(modules, self.attention_modules, self.max_seq_len, self.compiled),
@@ -463,17 +463,17 @@ class HFDecoder:
             yield
 
     def _refuse_others(self, decoder: nn.Module, _: object) -> None:
-        """Raise ConfigError for a call of the decoder that is not `decode`'s."""
+        """Raise ConfigError for a call of the decoder that does not come from `decode`."""
         if self._decodes_in != threading.get_ident():
             raise called_within(decoder)
         self._decodes_in = None
 
     @cached_property
     def probed(self) -> Probed:
-        """The decoder's mixers and events, from one traced forward of a few tokens.
+        """The decoder's mixers and ways of mixing tokens, from one traced forward of few tokens.
 
         Placeholders must return as many values as real layers, whose signatures do not say how
-        many: in this forward each one calls the first local layer.
+        many. In this forward each placeholder calls the first local layer.
 
         Raises:
             UnsupportedModelError: the decoder fails with an empty cache.
@@ -500,7 +500,7 @@ class HFDecoder:
         return Probed(mixers, tuple(dict.fromkeys(watch.events)), watch.num_returned[first])
 
     def calls_of(self, mixers: Sequence[Mixer], num_tokens: int) -> list[Called]:
-        """Record the calls of some mixers in a forward of `num_tokens` tokens."""
+        """Return the calls of `mixers` in a forward of `num_tokens` tokens."""
         found: list[Called] = []
 
         def note(mixer: Mixer, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -516,7 +516,7 @@ class HFDecoder:
         return found
 
     def _pass_tokens(self, cache: EmptyCache, num_tokens: int) -> None:
-        """Run a few tokens with a cache; hidden states, if another stage holds the embedding."""
+        """Run a few tokens with a cache: ids, or zeros if another stage holds the embedding."""
         positions = torch.arange(num_tokens, device=self.device)[None]
         given = {"input_ids": positions % self.num_input_ids}
         if 0 not in self.local_layers:
@@ -538,7 +538,7 @@ class HFDecoder:
 
     @property
     def events(self) -> tuple[TokenMixing, ...] | None:
-        """Events of the decoder's layers, in order; None: attention in each layer."""
+        """How the decoder's layers mix tokens, in order; None: by attention in each layer."""
         return self.probed.events if self.probed.mixers else None
 
     @cached_property
@@ -563,7 +563,7 @@ class HFDecoder:
         return list(dict.fromkeys([*self.attention_modules, *mixers]))
 
     def decode(self, cache: EmptyCache | None = None, **inputs: Tensor) -> Tensor:
-        """Final hidden states (1, T, D) of the decoder for inputs with a batch axis."""
+        """Return the decoder's final hidden states (1, T, D) for inputs with a batch axis."""
         caches = {} if cache is None else {cache_argument(self.decoder) or "": cache}
         if self._is_entered:
             decode = self.decoder.forward  # a call would run the decoder's hooks for each chunk
@@ -573,8 +573,7 @@ class HFDecoder:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _whole(self, **inputs: Tensor) -> Tensor:
-        """Logits (1, T, V) by the class's forward: hooks and wrappers of the instance expect whole
-        batches."""
+        """Return logits (1, T, V) by the class's forward, without hooks of the instance."""
         output = type(self.base).forward(self.base, **inputs, use_cache=False, return_dict=True)
         return output.logits  # type: ignore[no-any-return]
 

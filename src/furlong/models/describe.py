@@ -1,8 +1,8 @@
 """Describe a model's layers for the cost model: run a chunk through them on the meta device.
 
 Nothing is computed and no weight has memory. A chunk of a few tokens takes the same path as in a
-run. Counted are matrix products with weights and those of scans, tensors that autograd saves, and
-the keys, values and states that are stored for later chunks.
+run. Counted are matrix products with weights and inside scans, tensors that autograd saves, and the
+keys, values and states that are stored for later chunks.
 
     T tokens, N query heads, K key-value heads, H head dim
 """
@@ -89,7 +89,7 @@ def describe(config: Any, source: str = "the model's config") -> ModelShape:
 
 @dataclass
 class _Layer:
-    """Counts of one layer for one chunk; scans and bytes are sums over all tokens."""
+    """Work of one layer for one chunk; FLOPs of scans and bytes are sums over all tokens."""
 
     module: nn.Module | None = None
     matrices: int = 0
@@ -122,7 +122,7 @@ class _AnyDtype(TorchDispatchMode):
 
 
 class _Chunk(_AnyDtype):
-    """Counts the work of each layer while one chunk runs; used as its cell."""
+    """Counts the work of each layer while one chunk runs; bound to modules as the chunk's cell."""
 
     def __init__(self, model: HFDecoder, num_tokens: int) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Chunk(_AnyDtype):
 
     @contextmanager
     def watching(self, decoder: nn.Module) -> Iterator[None]:
-        """Context manager: count the operations of the decoder."""
+        """Context manager: count the operations of the decoder and the tensors that it saves."""
         with ExitStack() as stack:
             for module in decoder.modules():
                 stack.callback(module.register_forward_pre_hook(self._begin).remove)
@@ -195,7 +195,7 @@ class _Chunk(_AnyDtype):
         return out
 
     def _multiply(self, layer: _Layer, a: Tensor, b: Tensor, *, by_experts: bool) -> None:
-        """Count a product of a (..., T, I) and b (..., I, O)."""
+        """Count a matrix product of a (..., T, I) and b (..., I, O)."""
         if not (found := self._weights.get(_storage(b)) or self._weights.get(_storage(a))):
             if self._mixers.intersection(self._running):
                 layer.scan_flops += 2 * a.numel() * b.shape[-1]
@@ -214,8 +214,8 @@ class _Chunk(_AnyDtype):
         layer.products.setdefault(holder, []).append((visits * b.shape[-2], b.shape[-1]))
 
     def linear_layers(self, layer: _Layer) -> dict[str, tuple[Any, str]]:
-        """Return the linear layers of a layer by name, each with "mixer" if it is part of a module
-        that mixes tokens, else "mlp"."""
+        """Return name -> (module, kind) for the linear layers of a layer. The kind is "mixer"
+        inside a module that mixes tokens, else "mlp"."""
         assert layer.module is not None
         inside, found = dict(layer.module.named_modules()), {}
         for name, module in inside.items():
@@ -226,7 +226,7 @@ class _Chunk(_AnyDtype):
         return found
 
     def matrices(self, layer: _Layer, new: frozenset[str]) -> Iterator[Matrix]:
-        """Yield the matrices that adapters may change, in the layer's modules named in `new`."""
+        """Yield the matrices that adapters may change, in modules of the layer named in `new`."""
         assert layer.module is not None
         linears = self.linear_layers(layer)
         for name, (module, kind) in linears.items():
@@ -273,7 +273,7 @@ class _Chunk(_AnyDtype):
 
 
 class _Attention(torch.autograd.Function):
-    """Saves the tensors of furlong's attention: q (N, T, H), k, v (K, T, H), output, lse."""
+    """Saves what furlong's attention saves: q (N, T, H), k, v (K, T, H), output, log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -312,8 +312,8 @@ def _built(config: Any, source: str, kept: Sequence[int] | None = None) -> HFDec
 
 
 def _kinds(model: HFDecoder) -> list[tuple[int, frozenset[str], Any]]:
-    """Return for each layer the number of its parameters and the names of its modules, both without
-    those shared with earlier layers, and a key that is equal for equal layers."""
+    """Return for each layer the number of its parameters, the names of its modules, and a key that
+    is equal for equal layers. Numbers and names leave out what earlier layers share."""
     lists = [x for x in vars(model.config).values() if isinstance(x, list)]
     lists = [x for x in lists if len(x) == model.num_layers]
     seen: set[int] = set()
@@ -328,8 +328,8 @@ def _kinds(model: HFDecoder) -> list[tuple[int, frozenset[str], Any]]:
 
 
 def _chunks(model: HFDecoder) -> list[_Chunk]:
-    """Run a chunk in bfloat16, then in float32; in each dtype with all parameters trained, then
-    with each set of adapters."""
+    """Return counts of a chunk in bfloat16, then in float32: in each dtype with all parameters
+    trained, then with each set of adapters."""
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         model.base.to(dtype)
@@ -346,7 +346,7 @@ def _num_tokens(config: Any) -> int:
 
 
 def _passed(model: HFDecoder, adapted: Sequence[nn.Module]) -> _Chunk:
-    """Run a chunk with only the `adapted` linear layers trained; none: all parameters are."""
+    """Count a chunk with only the linear layers `adapted` trained; if none, all parameters."""
     num_tokens = _num_tokens(model.config)
     if adapted:
         model.base.requires_grad_(False)
@@ -366,7 +366,7 @@ def _passed(model: HFDecoder, adapted: Sequence[nn.Module]) -> _Chunk:
 
 
 def _adapted(chunk: _Chunk, *kinds: str) -> list[nn.Module]:
-    """Return the linear layers of these kinds."""
+    """Return the linear layers of `kinds` ("mixer" or "mlp")."""
     found = [chunk.linear_layers(layer).values() for layer in chunk.layers]
     return [module for module, kind in chain(*found) if kind in kinds]
 
@@ -374,7 +374,7 @@ def _adapted(chunk: _Chunk, *kinds: str) -> list[nn.Module]:
 def _layer_shape(
     chunks: Sequence[_Chunk], n: int, kind: tuple[int, frozenset[str], Any], config: Any
 ) -> LayerShape:
-    """Return the shape of layer `n`, from its passes in both dtypes and with all adapters."""
+    """Return the shape of layer `n`, from its counts in both dtypes and with all adapters."""
     layers, parameters = [chunk.layers[n] for chunk in chunks], kind[0]
     layer, num_tokens, hidden = layers[0], _num_tokens(config), config.hidden_size
     heads, kv_heads, dim, value = layer.heads

@@ -1,7 +1,7 @@
 """Check a model's folder, its config.json and other files before transformers reads them.
 
 Settings that would run code, add weights silently or end in another library's error are refused by
-name. Nothing here loads torch.
+name. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_type(values: Mapping[str, Any], known: Container[str], source: str) ->
 
 
 def check_floats(values: Mapping[str, Any], source: str) -> None:
-    """Raise UnsupportedModelError if a parsed config.json names quantized weights other than the
+    """Raise UnsupportedModelError if a parsed config.json names quantized weights that are not
     4-bit weights of bitsandbytes."""
     for key, value in _entries(values):
         if key == "quantization_config" and value is not None and not is_in_4_bits(value):
@@ -144,8 +144,8 @@ def model_file(source: str, name: str, revision: str | None = None) -> Path | No
 
 @contextmanager
 def hushed(*, is_reading: bool = True) -> Iterator[None]:
-    """Context manager: silence transformers' warnings, which are errors here, and its progress
-    bars unless it is reading and stderr is a terminal."""
+    """Context manager: silence transformers' warnings, whose causes are errors here, and hide its
+    progress bars unless it is reading and stderr is a terminal."""
     from transformers.utils import logging
 
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -193,7 +193,7 @@ _REQUIRED = "a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B"
 def check_folder(name: str, revision: str | None = None) -> str:
     """Return the folder that `name` denotes, or `name` itself if it is a hub id.
 
-    Raises ConfigError for any other name, and for a folder with a `revision`.
+    Raises ConfigError for any other name, and for a `revision` of a folder.
     """
     folder = Path(name).expanduser()
     if os.path.isdir(folder):
@@ -251,7 +251,7 @@ def check_folder_files(folder: Path) -> None:
 
 
 def check_export_folder(folder: Path) -> None:
-    """Raise ConfigError if the folder exists."""
+    """Raise ConfigError if the folder for an export exists already."""
     if folder.exists():
         change = "move it away or choose another one"
         raise model_error(f"{folder} exists", "a new folder", change, "the export")

@@ -1,6 +1,6 @@
 """Fused element-wise kernels for passes on a GPU: RMS norms and the outputs of LoRA.
 
-Most bytes that a layer of an 8B model moves outside of matrix products and attention are those of
+Outside of matrix products and attention, most bytes that a layer of an 8B model moves are those of
 norms, which transformers writes as float32 operators, and with LoRA those of wide outputs, which
 peft scales and adds. torch's RMS norm reads and writes once, and `addmm_` adds the low-rank product
 to the base's output. Both round once where the originals round twice or more. A module whose
@@ -45,11 +45,10 @@ Agreed = dict[Any, dict[torch.dtype, Norm]]
 
 
 def fused(base: nn.Module, device: torch.device, agreed: Agreed) -> list[Change]:
-    """Return the changes of modules' `forward` for a model that computes on `device`, wherever its
-    weights are between steps.
+    """Return changes that give modules a fused `forward`, for a model that computes on `device`.
 
-    Results of tests are added to `agreed`: a test waits for the device, so that each kind of module
-    has one.
+    `agreed` caches results of tests by kind of module: a test waits for the device, so that the
+    first module of each kind alone is tested.
     """
     if device.type not in DEVICES:
         return []
@@ -59,7 +58,7 @@ def fused(base: nn.Module, device: torch.device, agreed: Agreed) -> list[Change]
 
 
 def keep_written(base: nn.Module, device: torch.device) -> None:
-    """Pin the class's forward in the modules that `fused` would change, so that it never does."""
+    """Put the class's forward into all modules that `fused` would change: it skips them then."""
     for names, key, own in fused(base, device, {}):
         names[key] = own.args[0].forward
 
@@ -67,7 +66,7 @@ def keep_written(base: nn.Module, device: torch.device) -> None:
 def _norms(
     modules: list[nn.Module], device: torch.device, agreed: Agreed
 ) -> Iterator[partial[Tensor]]:
-    """Yield fused forwards of RMS norms, which are not recognized by name: one module of each kind
+    """Yield fused forwards of RMS norms. They are not recognized by name: one module of each kind
     with a weight (D,), an epsilon and nothing else is tested on random numbers on the device."""
     plain = vars(nn.Module()).keys()
     for module in modules:
@@ -104,8 +103,8 @@ def _norm(
 
 def _choose(module: Any, eps: float, device: torch.device, dtype: torch.dtype) -> Norm | None:
     """Return the first of `NORMS` whose values and gradients are as close to float32 as the
-    module's, on rows of usual size and on rows so small that epsilon matters; None if there is
-    none, or if the module behaves differently in train mode."""
+    module's, on rows of usual size and on rows so small that epsilon matters. Return None if there
+    is none, or if the module behaves differently in train mode."""
     generator, shape = torch.Generator("cpu").manual_seed(0), module.weight.shape
 
     def draw(*sizes: int) -> Tensor:
@@ -157,7 +156,7 @@ def _adapters(modules: list[nn.Module]) -> Iterator[partial[Tensor]]:
 
 
 def _adapted(module: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
-    """peft's forward of a LoRA linear layer, with the low-rank product added in place."""
+    """Run peft's forward of a LoRA linear layer, with the low-rank product added in place."""
     names = [name for name in module.active_adapters if name in module.lora_A]
     parts: list[Any] = [module.base_layer]
     parts += [table[names[0]] for table in (module.lora_A, module.lora_B) if names]

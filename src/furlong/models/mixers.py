@@ -85,9 +85,9 @@ class EmptyCache(DynamicCache):  # type: ignore[misc]
 class SliceCache(EmptyCache):
     """The states of one mixer for one slice: `before` it and `after` it.
 
-    If the slice has one token, the states are hidden from the mixer: it would take its decoding
-    path, which writes in place, has kernels without a gradient and does not clamp. Yet the state of
-    a convolution is prepended when the token is written, and the scan starts from `initial`.
+    From a slice of one token the states are hidden: the mixer would take its decoding path, which
+    writes in place, has kernels without a gradient and does not clamp. Yet the state of a
+    convolution is prepended when the token is written, and the scan starts from `initial`.
     """
 
     def __init__(self, before: Mapping[StateKey, Tensor], num_tokens: int) -> None:
@@ -119,7 +119,7 @@ class SliceCache(EmptyCache):
         self, conv_states: Tensor, layer: int, state_idx: int = 0,
         conv_kernel_size: int | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
-        """Prepend the entering state, if any: x (1, C, T) -> (1, C, K + T)."""
+        """Prepend the convolution's entering state, if any: x (1, C, T) -> (1, C, K + T)."""
         self.touch(layer)
         before, x = self.read(("conv", state_idx)), conv_states
         full = x if before is None else torch.cat([before, x], -1)
@@ -150,7 +150,7 @@ class SliceCache(EmptyCache):
 
 
 def rg_lru_blocks(decoder: nn.Module) -> dict[nn.Module, int]:
-    """Return RecurrentGemma's recurrent blocks in a decoder, with their layers' numbers."""
+    """Return RecurrentGemma's recurrent blocks in a decoder, each with the number of its layer."""
     layers = getattr(decoder, "layers", ())
     blocks = ((getattr(layer, "temporal_block", None), i) for i, layer in enumerate(layers))
     return {block: i for block, i in blocks if block is not None and is_rg_lru(block)}
@@ -163,7 +163,7 @@ def is_rg_lru(module: nn.Module) -> bool:
 def rg_lru(
     block: Any, current: Current, x: Tensor, position_ids: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
-    """Run a RecurrentGemma block on a slice x (1, T, D) from the states of its cache.
+    """Run a RecurrentGemma block on a slice x (1, T, D), starting from the states in `current`.
 
     The block resets its state where `position_ids` are 0, at the start of a sequence.
     """
@@ -189,11 +189,11 @@ _TILE_ELEMENTS = 2**22
 def with_state(
     y: Tensor, last: Tensor, before: Tensor, given: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Correct the outcome of a scan from zero to that of the scan from state `before` (b, d, n).
+    """Turn the result of a scan from zero into that of the same scan from state `before` (b, d, n).
 
     Args:
         y: (b, d, T), the scan's output.
-        last: (b, d, n), its last state.
+        last: (b, d, n), the scan's last state.
         given: the scan's arguments by name.
 
     Returns:
@@ -225,7 +225,7 @@ _INITIAL = ("initial_state", "initial_states")
 
 @dataclass
 class Current:
-    """The cache of the slice that a mixer is computing."""
+    """Holds the cache of the slice that a mixer is computing."""
 
     cache: SliceCache | None = None
     num_scans: int = 0
@@ -233,7 +233,7 @@ class Current:
 
 
 def mixer_forward(module: nn.Module, current: Current) -> Callable[..., Any]:
-    """Return a mixer's forward, with scans that start from the state that enters the slice.
+    """Return a mixer's forward, in which scans start from the state that enters the slice.
 
     Raises:
         UnsupportedModelError: the instance has a forward other than its class's.
@@ -262,7 +262,7 @@ def mixer_forward(module: nn.Module, current: Current) -> Callable[..., Any]:
 
 
 def _continued(name: str, function: Any, current: Current) -> Callable[..., Any] | None:
-    """Return the call that replaces a function if it is a scan, else None.
+    """Return the call that replaces `function` if it is a scan, else None.
 
     A scan is recognized by its signature; single-step functions of decoding, by their names.
     """
@@ -281,7 +281,7 @@ def _continued(name: str, function: Any, current: Current) -> Callable[..., Any]
 def _scan_from(
     scan: Callable[..., Any], initial: str, current: Current, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a scan with the state that enters the slice, if any, as its argument `initial`."""
+    """Call a scan with the state that enters the slice, if any, as the argument named `initial`."""
     assert current.cache is not None, "a scan outside of a slice"
     if kwargs.get(initial) is None:
         kwargs[initial] = current.cache.initial()
@@ -312,7 +312,7 @@ NUM_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The mixers of a decoder, and the events of its layers in the order of a forward."""
+    """The mixers of a decoder, and the ways in which its layers mix tokens, in forward order."""
 
     mixers: tuple[Mixer, ...] = ()
     events: tuple[TokenMixing, ...] = ()
@@ -321,7 +321,7 @@ class Probed:
 
 
 class Probe(SliceCache):
-    """Stand-in cell and cache of one traced forward, which records mixers and events."""
+    """Stands for cell and cache in one traced forward: records mixers and ways of mixing tokens."""
 
     def __init__(self) -> None:
         super().__init__({}, NUM_TOKENS)
@@ -410,7 +410,7 @@ class Mixer:
 
 @contextmanager
 def relaying(mixers: Sequence[Mixer]) -> Iterator[None]:
-    """Context manager: call each mixer slice by slice, with states from chunk to chunk."""
+    """Context manager: call each mixer slice by slice, and pass its states from chunk to chunk."""
     with patched((vars(mixer.module), "forward", _sliced(mixer)) for mixer in mixers):
         yield
 
@@ -469,7 +469,7 @@ def _leaves_states(mixer: Mixer, unread: Collection[StateKey]) -> UnsupportedMod
 
 
 def _rows_of(parts: Sequence[SliceRows], x: Tensor) -> Tensor:
-    """Rows of x (1, T, ...): (1, t, ...) of one slice, or (B, longest, ...) of several, with
+    """Return rows of x (1, T, ...): (1, t, ...) of one slice, or (B, longest, ...) of several, with
     padding on the right, which a causal layer never sees."""
     if len(parts) == 1:
         return x[:, parts[0].rows]
@@ -478,8 +478,8 @@ def _rows_of(parts: Sequence[SliceRows], x: Tensor) -> Tensor:
 
 
 def in_batches(parts: Sequence[SliceRows]) -> list[list[SliceRows]]:
-    """Group slices into calls: whole sequences of similar lengths share one, where padding less
-    than doubles the tokens; every other slice has its own."""
+    """Group slices into calls of a mixer. Whole sequences of similar lengths share a call, where
+    padding less than doubles the tokens; every other slice has a call of its own."""
     batches: dict[tuple[int, ...], list[SliceRows]] = {}
     for part in parts:
         n = part.num_tokens
@@ -500,7 +500,7 @@ class Inputs:
     def of(
         self, x: Tensor, take: Callable[[Tensor], Tensor], cache: EmptyCache
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return positional and named arguments for some rows, with hidden states `x` and `cache`.
+        """Return positional and named arguments for some rows, with other hidden states and cache.
 
         `take` selects the rows of every other tensor (1, T, ...).
         """
@@ -535,14 +535,14 @@ class Inputs:
 
 
 def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
-    """Wrap the arguments of a mixer; the first one must be its hidden states."""
+    """Wrap the arguments of a mixer's call; the first one must be its hidden states."""
     x = args[0] if args else next(iter(kwargs.values()))
     assert isinstance(x, Tensor) and x.ndim == 3, "a mixer without hidden states"
     return Inputs(x, args, kwargs)
 
 
 def first(output: Any) -> Tensor:
-    """Return the hidden states of a mixer's output."""
+    """Return the hidden states in a mixer's output."""
     found = output[0] if isinstance(output, tuple) else output
     assert isinstance(found, Tensor)
     return found
@@ -550,7 +550,7 @@ def first(output: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A mixer and the inputs of one call of it."""
+    """A mixer and the inputs of one of its calls."""
 
     mixer: Mixer
     inputs: Inputs
@@ -561,7 +561,7 @@ def receive_states(
     states: Mapping[StateKey, Tensor],
     send: Callable[[Mapping[StateKey, Tensor | None]], None],
 ) -> tuple[Tensor, States]:
-    """Return x (1, T, D) and the states as graph nodes whose gradients go to `send`."""
+    """Return x (1, T, D) and the states as graph nodes; `send` gets the states' gradients."""
     if not torch.is_grad_enabled() or not states:
         return x, dict(states)
     # one input that requires grad makes autograd compute the states' gradients, even if x has none
@@ -577,8 +577,8 @@ def receive_states(
 def send_states(
     y: Tensor, states: Sequence[Tensor], later_grads: Callable[[], Sequence[Tensor | None]]
 ) -> Tensor:
-    """Return y (1, T, D) as a graph node. Its backward passes `later_grads()` to `states`, the
-    slice's final recurrent states."""
+    """Return y (1, T, D) as a graph node. A backward gives `states`, the slice's final recurrent
+    states, the gradients `later_grads()`."""
     if not torch.is_grad_enabled() or not y.requires_grad:
         return y
     return _SendStates.apply(later_grads, y, *states)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,8 +1,8 @@
-"""A model of which this process holds one stage: some layers, and what lies before or behind them.
+"""A model of which this process holds one pipeline stage: some layers, and modules beside them.
 
 Config, list of layers and parameter names stay those of the whole model. Modules without parameters
-stand where another stage holds something, so that transformers builds, reads, saves and runs what
-is left as it does the whole.
+stand where another stage holds something, so that transformers builds, reads, saves and runs the
+rest as it does the whole model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Inject(PlaceholderLayer):
 
 
 class Capture(PlaceholderLayer):
-    """Stands for the layer behind a stage: keeps the hidden states that it is given."""
+    """Stands for the layer after a stage: keeps the hidden states that it is given."""
 
     hidden: Tensor | None = None
 
@@ -56,22 +56,22 @@ class Capture(PlaceholderLayer):
 
 
 def num_returned(output: Any) -> int:
-    """Elements of the tuple that a layer has returned; 0: no tuple."""
+    """Return the length of the tuple that a layer has returned; 0 if it returned no tuple."""
     return len(output) if isinstance(output, tuple) else 0
 
 
 def returned(hidden_states: Tensor, num_returned: int) -> Any:
-    """Output of a layer: hidden states, or a tuple of so many elements that begins with them."""
+    """Return a layer's output: hidden states, or a tuple of `num_returned` starting with them."""
     if not num_returned:
         return hidden_states
     return (hidden_states, *(None,) * (num_returned - 1))
 
 
 class Placeholder(nn.Module):
-    """Stands for a module beside the layers that another stage holds.
+    """Stands for a module that another stage holds outside the layers.
 
-    What passes it inside the decoder is used by nobody: hidden states stay as they are, and of ids
-    or positions there is nothing to add. The shape of its weight is known.
+    Nobody uses what passes through it in the decoder: hidden states stay as they are, and ids or
+    positions give zero, which adds nothing. The shape of the module's weight is known.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,7 +85,7 @@ class Placeholder(nn.Module):
 
 
 def in_place_of(module: nn.Module, placeholder: nn.Module) -> nn.Module:
-    """`placeholder` with the plain attributes of a module, which some decoders ask for."""
+    """Return `placeholder` with the plain attributes of `module`, which some decoders read."""
     plain = (str, int, float, bool, type(None))
     for name, value in vars(module).items():
         if not name.startswith("_") and name != "training" and isinstance(value, plain):
@@ -94,12 +94,12 @@ def in_place_of(module: nn.Module, placeholder: nn.Module) -> nn.Module:
 
 
 def placeholders(base: Any, layers: range) -> dict[str, nn.Module]:
-    """By name, the modules of a whole model that other stages hold, as what stands for them.
+    """Return by name a placeholder for each module of a whole model that other stages hold.
 
-    The first stage holds the input embeddings and what the decoder lists before its layers, the
-    last one the head and what the decoder lists behind them. Where the head is tied to the input
-    embeddings, the last stage holds both, under their own names. Raises UnsupportedModelError for a
-    decoder that cannot be cut so.
+    The first stage holds the input embeddings and what the decoder lists before its layers; the
+    last one holds the head and what the decoder lists after them. Where the head is tied to the
+    input embeddings, the last stage holds both, under their names. Raises UnsupportedModelError for
+    a decoder that cannot be cut so.
     """
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
     names = {id(module): name for name, module in base.named_modules()}
@@ -121,7 +121,7 @@ def placeholders(base: Any, layers: range) -> dict[str, nn.Module]:
 
 
 def hold(base: Any, others: Mapping[str, nn.Module]) -> None:
-    """Put stand-ins into a model, in place."""
+    """Put placeholders, by name, into a model in place."""
     for name, placeholder in others.items():
         base.set_submodule(name, placeholder)
     names = {name for name, _ in base.named_parameters(remove_duplicate=False)}
@@ -131,9 +131,9 @@ def hold(base: Any, others: Mapping[str, nn.Module]) -> None:
 
 @contextmanager
 def constructed(kind: type[Any], change: Callable[[Any], None]) -> Iterator[None]:
-    """Call `change` on each new model of a class inside the context, where `from_pretrained` of
-    transformers has it on meta: it reads for what it finds. Models that `change` builds to ask what
-    such a model does stay as they are."""
+    """Context manager: call `change` on each new model of the class `kind`. `from_pretrained` of
+    transformers then has the model on meta, and reads weights for what `change` leaves in it.
+    Models that `change` itself builds stay as they are."""
     plain, is_changing = kind.__init__, False
 
     @wraps(plain)
@@ -152,7 +152,7 @@ def constructed(kind: type[Any], change: Callable[[Any], None]) -> Iterator[None
 
 
 def local_layers_of(base: Any) -> range:
-    """The layers that this process holds: all, or those of one stage."""
+    """Return the range of layers that this process holds: all, or those of one stage."""
     if not any(isinstance(module, PlaceholderLayer) for module in base.modules()):
         # a decoder without a list of its layers is whole
         return range(int(base.config.get_text_config().num_hidden_layers))
@@ -162,8 +162,8 @@ def local_layers_of(base: Any) -> range:
 
 
 def adapted_elsewhere(base: Any) -> list[str]:
-    """Names of modules whose adapters are another stage's: those that it holds, and on the last
-    stage the input embeddings, which are there for the head alone."""
+    """Return the names of modules whose adapters belong to another stage: placeholders, and on the
+    last stage the input embeddings, which are there for the tied head alone."""
     embeddings = base.get_input_embeddings() if local_layers_of(base).start else None
     return [
         name
@@ -180,7 +180,7 @@ NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 
 
 def all_linear(base: Any) -> list[str]:
-    """Return the names of the linear layers without head, routers and experts: `all-linear`."""
+    """Return the names of the linear layers for `all-linear`: without head, routers and experts."""
     head, bare = base.get_output_embeddings(), set(_ROUTED)
     if base.config.model_type in NO_OUT_PROJ:
         bare.add("out_proj")
@@ -194,10 +194,10 @@ def all_linear(base: Any) -> list[str]:
 
 
 def decoder_of(base: Any) -> nn.Module:
-    """The decoder of a model with a head.
+    """Return the decoder of a model with a head.
 
     `get_decoder` of some families returns the whole model (Llama 4's, whose prefix is that of its
-    parent with images): it is then the one transformers model inside.
+    parent with images). The decoder is then the one transformers model inside.
     """
     found: nn.Module = base.get_decoder()
     if found is not base:
@@ -207,7 +207,7 @@ def decoder_of(base: Any) -> nn.Module:
 
 
 def layer_list(base: Any) -> tuple[str, nn.ModuleList]:
-    """The list in which a model's decoder holds its layers, behind its name there."""
+    """Return the name (in the decoder) of the list of a model's layers, and the list."""
     total = int(base.config.get_text_config().num_hidden_layers)
     for name, child in decoder_of(base).named_children():
         if isinstance(child, nn.ModuleList) and len(child) == total:
@@ -216,7 +216,7 @@ def layer_list(base: Any) -> tuple[str, nn.ModuleList]:
 
 
 def _beside(base: nn.Module, list_name: str) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules with parameters before and behind the layers."""
+    """Return the modules with parameters that a model lists before its layers, and after them."""
     decoder = decoder_of(base)
     if any(True for _ in decoder.parameters(recurse=False)):
         raise uncuttable(type(base).__name__, "has parameters beside the modules of its decoder")
@@ -233,7 +233,7 @@ def _with_parameters(modules: Iterator[nn.Module]) -> Iterator[nn.Module]:
 
 
 def uncuttable(name: str, what: str) -> UnsupportedModelError:
-    """The refusal of plans with several stages."""
+    """Return the error that refuses plans with several stages; `what`: the model's fault."""
     return UnsupportedModelError(
         given=f"{name} {what}",
         required="a decoder that can be cut between any two layers, for a plan of several stages",

@@ -1,4 +1,4 @@
-"""4-bit weights (bitsandbytes): the frozen base under adapters that QLoRA trains.
+"""4-bit weights (bitsandbytes): the frozen base model under the adapters that QLoRA trains.
 
 Linear layers hold codes and one scale for each 64 weights. They dequantize both to the compute
 dtype for each product, and gradients pass as through ordinary weights.
@@ -39,7 +39,7 @@ def library(key: str) -> Any:
 
 
 def import_safely() -> None:
-    """Import bitsandbytes, if installed, without downloads (see `library`), before peft does."""
+    """Import bitsandbytes, if installed, before peft does and without downloads (see `library`)."""
     if "bitsandbytes" in sys.modules or find_spec("bitsandbytes") is None:
         return
     known, disabled = sys.modules.get(_HUB_CODE), logging.root.manager.disable
@@ -55,7 +55,7 @@ def import_safely() -> None:
 
 
 def quantization(quantize: str | Mapping[Any, Any], compute_dtype: torch.dtype) -> Any:
-    """Return transformers' config for `model.quantize`; ConfigError without bitsandbytes."""
+    """Return transformers' config for `model.quantize`. Raises ConfigError without bitsandbytes."""
     from transformers import BitsAndBytesConfig
 
     library("model.quantize")
@@ -113,7 +113,7 @@ def packed_linears(model: nn.Module) -> dict[str, Any]:
 
 
 def is_repacked(linear: Any) -> bool:
-    """Whether codes are in the order into which inference on some CPUs repacks them."""
+    """Whether inference on a CPU has put the codes of a 4-bit linear layer into another order."""
     return bool(getattr(linear.weight.quant_state, "packing_format_for_cpu", False))
 
 
@@ -134,8 +134,8 @@ def settle(model: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
     """Prepare 4-bit linear layers for training in `compute_dtype` (None: the layers' own).
 
     On some CPUs a forward in eval mode without gradients would repack their weights permanently,
-    after which no gradient passes them. Codes stored as floats are viewed as bytes, which casts of
-    the model leave alone.
+    after which no gradient passes. Codes stored as floats are viewed as bytes: casts of the model
+    leave bytes alone.
     """
     for linear in packed_linears(model).values():
         linear.support_avx512bf16_for_cpu = False

@@ -1,8 +1,8 @@
 """RoPE for other lengths: write `model.rope` into a transformers config, and check lengths.
 
-Only types that depend on the position alone are exact in chunks; `dynamic` depends on the length of
-each call. Keys, and those that a type requires, are those of the installed transformers: its own
-validation runs, and its warnings are errors here.
+Only RoPE types that depend on the position alone are exact in chunks; `dynamic` depends on the
+length of each call. The keys of a type, and which of them it requires, are those of the installed
+transformers: its own validation runs, and its warnings are errors here.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _scaled_entries = partial(rope_entries, but="sliding_attention")
 
 
 def num_positions(config: Any, wanted: int = 0) -> int | None:
-    """Return the number of positions that a model supports, or None if its config names none or
-    its outputs do not depend on positions.
+    """Return the number of positions that a model supports, or None if its config names none or its
+    outputs do not depend on positions.
 
-    `wanted`: a length beyond which a model with RoPE in its config is tested for whether it rotates
-    anything at all.
+    `wanted`: a sequence length. If it exceeds the positions of a config with RoPE, a tiny model
+    tests whether anything is rotated at all.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -52,16 +52,16 @@ def switching_lengths(config: Any) -> list[int]:
 
 
 def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None = None) -> None:
-    """Change the RoPE of a transformers config in place, and its number of positions.
+    """Change the RoPE of a transformers config and its number of positions, in place.
 
-    Keys that are not given stay the model's: `rope_theta` and `partial_rotary_factor`, and all keys
-    if the type is the model's own. Sliding-window layers with their own RoPE keep it, since
-    distances in them do not grow.
+    Keys that `rope` lacks stay the model's: `rope_theta` and `partial_rotary_factor`, and all keys
+    if its type is the model's. Sliding-window layers with their own RoPE keep it, since distances
+    in them do not grow.
 
-    The model then has `factor` times the positions before any scaling, or its present number times
-    the ratio of the new factor to its own if that is more; `max_seq_len` at least if it has no
-    factor. Raises ConfigError without a RoPE, and where transformers refuses or warns of the new
-    one.
+    The model then has `factor` times the positions before any scaling. If the type stays, it has at
+    least its present positions times the ratio of new to old factor. Without a factor it has at
+    least `max_seq_len`. Raises ConfigError for a model without RoPE, and where transformers refuses
+    or warns of the new one.
     """
     text = config.get_text_config()
     given: dict[str, Any] = {
@@ -154,7 +154,7 @@ def _type_of(entry: Mapping[str, Any]) -> str:
 
 
 def _original_length(text: Any, entries: list[dict[str, Any]]) -> int:
-    """Return the number of positions before any scaling that the model already has."""
+    """Return the number of positions that the model has without any scaling by RoPE."""
     lengths = [entry.get("original_max_position_embeddings") for entry in entries]
     own = getattr(text, "original_max_position_embeddings", None)
     return next((int(n) for n in (own, *lengths) if n), text.max_position_embeddings)
@@ -165,8 +165,8 @@ _LENGTHS = ("model_max_length", "max_sequence_length", "seq_length")
 
 
 def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> list[str]:
-    """Return values of model.rope that reach `wanted` tokens, the likeliest first, without those
-    that transformers refuses."""
+    """Return values of model.rope that reach `wanted` tokens, the likeliest first. Values that
+    transformers refuses are left out."""
     text, file = config.get_text_config(), Path(source or "", "tokenizer_config.json")
     entries, more = _scaled_entries(text), float(math.ceil(wanted / positions))
     own, rope_type, original = entries[0], _type_of(entries[0]), _original_length(text, entries)

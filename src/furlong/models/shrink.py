@@ -102,15 +102,15 @@ def _shrink_states(values: dict[str, Any], hidden: int, *, attends: bool) -> Non
 
 
 def _first(values: dict[str, Any], keys: Iterable[str]) -> str | None:
-    """Return the first of `keys` that the config sets."""
+    """Return the first of `keys` for which the config has a value, or None."""
     return next((key for key in keys if values.get(key)), None)
 
 
 def shown_layers(config: Any) -> Sequence[int]:
-    """Return the numbers of a few layers of a transformers config, with every layer type.
+    """Return the numbers of a few layers of a transformers config, in which each layer type occurs.
 
     They are the leading layers, up to one more than needed to show all types, if these are at most
-    `MAX_LAYERS`; else the first layers of each type. A block that layers share is shown in two.
+    `MAX_LAYERS`; else the first layers of each type. A block that layers share is shown twice.
     """
     before = config.num_hidden_layers
     lists = [getattr(config, name, None) or [""] * before for name in _KINDS]
@@ -128,7 +128,7 @@ def shown_layers(config: Any) -> Sequence[int]:
 
 
 def keep_layers(config: Any, values: dict[str, Any], kept: Sequence[int]) -> None:
-    """Restrict the values of a transformers config to the layers `kept`, in place: the number of
+    """Restrict `values` of a transformers config to the layers `kept`, in place: the number of
     layers, lists with one entry per layer, and lists of layer numbers."""
     key, before = own_key(config, "num_hidden_layers"), config.num_hidden_layers
     for name, value in values.items():

@@ -43,7 +43,7 @@ def is_sharded(base: nn.Module) -> bool:
 
 
 def call_root(base: nn.Module, run: Callable[[], _T]) -> _T:
-    """Return `run()`, called inside the model's FSDP2 method if it has one."""
+    """Return `run()`, called inside the model's FSDP2 method if the model has one."""
     method = base.__dict__.get(FSDP_METHOD)
     return run() if method is None else method(run)
 
@@ -74,7 +74,7 @@ def bare_model(model: nn.Module) -> nn.Module:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return `bare_model(model)` without a look at its modules."""
+    """Return the model that `bare_model` returns, but do not check its modules."""
     bare: Any = getattr(model, "_orig_mod", model)  # torch.compile(model)
     if hasattr(bare, "get_base_model"):
         _refuse(bare, _WRAPPED[:-1])
@@ -85,8 +85,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def having(modules: Collection[nn.Module], name: str) -> list[Any]:
-    """Return the modules that have an attribute, on the instance or its class. `hasattr` also
-    searches submodules and parameters, and raises and catches an error where it finds nothing."""
+    """Return the modules that have the attribute `name`, on the instance or its class. `hasattr` is
+    slower: it also searches submodules and parameters, and raises and catches an error."""
     kinds = {kind for kind in map(type, modules) if hasattr(kind, name)}
     return [module for module in modules if type(module) in kinds or name in vars(module)]
 
@@ -106,7 +106,7 @@ def refuse_trained(
     model: nn.Module, modules: Collection[Any], parameters: Iterable[Any], *, hooks: bool
 ) -> None:
     """Raise UnsupportedModelError for parameters whose gradients cannot be summed over chunks.
-    `modules` and `parameters`: the model's; `hooks`: also for hooks on parameters."""
+    `modules` and `parameters`: the model's; `hooks`: whether to refuse hooks on parameters, too."""
     if any(map(_is_sparse, having(modules, "sparse"))) or (
         hooks and any(map(_has_hook, parameters))
     ):
@@ -114,7 +114,7 @@ def refuse_trained(
 
 
 def _is_sparse(module: Any) -> bool:
-    """Whether a module's gradients are sparse."""
+    """Whether a module has trained parameters with sparse gradients."""
     is_sparse = bool(getattr(module, "sparse", False))
     return is_sparse and any(p.requires_grad for p in module.parameters())
 
@@ -157,7 +157,7 @@ _WHOLE = "pass the model before it is sharded; Engine(ranks=...) does it"
 
 
 def _refuse(model: Any, rows: Sequence[RefusalRule]) -> None:
-    """Raise UnsupportedModelError for the first of `rows` whose fault the model has."""
+    """Raise UnsupportedModelError for the first rule in `rows` whose fault the model has."""
     for tells, what, required, change in rows:
         if found := tells(model):
             raise unsupported(model, what.format(found), required, change)
@@ -173,7 +173,7 @@ def unsupported(
 
 
 def _unverified_adapters(model: Any) -> str:
-    """Describe the first adapter, of peft or of transformers, that is not verified; else ""."""
+    """Describe the first adapter, of peft or of transformers, of an unverified type; else ""."""
     configs = getattr(model, "peft_config", None) or {}
     for config in configs.values() if isinstance(configs, dict) else [configs]:
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -301,14 +301,14 @@ _INDEXERS = ("index_", "indexer_")
 
 
 def _ends(model: Any) -> list[tuple[str, Any]]:
-    """Return the input embeddings and the head, with names, if the model has them."""
+    """Return (name, module) of the input embeddings and of the head, if the model has them."""
     ends = (("input embeddings", model.get_input_embeddings()),
             ("head", model.get_output_embeddings()))  # fmt: skip
     return [(name, module) for name, module in ends if module is not None]
 
 
 def _of_text(tells: Callable[[Any], object], effect: str = "") -> Callable[[Any], object]:
-    """Make a predicate on a model from one on its text config.
+    """Make a predicate on a model from `tells`, a predicate on its text config.
 
     `effect`: a field of `Answers`, the effect that a tiny model must show for the fault to count.
     """
@@ -319,7 +319,7 @@ def _of_text(tells: Callable[[Any], object], effect: str = "") -> Callable[[Any]
 
 
 def set_in_config(values: dict[str, Any]) -> str:
-    """Say how to set keys of a model's config, in a run file and in Python."""
+    """Return words that say how to set keys of a model's config, in a run file and in Python."""
     in_file = ", ".join(f"{key}: {json.dumps(value)}" for key, value in values.items())
     in_python = ", ".join(f"{key}={value!r}" for key, value in values.items())
     return f"set model.config: {{{in_file}}} (in Python: from_pretrained(..., {in_python}))"
@@ -363,7 +363,7 @@ _CONFIGS: tuple[RefusalRule, ...] = (
 def refuse_config(config: Any, given: str, source: str) -> None:
     """Raise UnsupportedModelError for the config of a model type that cannot be exact in chunks.
 
-    `given` and `source`: the model's name in the error, and its origin.
+    `given` and `source`: the model's name in the error, and where the config comes from.
     """
     text = config.get_text_config()
     keys = [key for key, x in text.to_dict().items() if key.startswith(_INDEXERS) and x is not None]

@@ -7,10 +7,10 @@ Partial results are merged by log-sum-exp, and the backward uses the merged outp
 for every block, as flash attention does. Where sequence parallelism gathers keys and values, rows
 also attend to earlier keys of their own slice: one more block without a mask.
 
-A `Level` (`furlong.plan.rows`) holds the slices of one sequence-parallel group of processes (a
-place). An all-to-all (dispatch) trades rows for heads, each process attends to all rows with its
-part of the heads, and a second all-to-all (combine) brings its rows back. Slices that one process
-holds alone are local and need no exchange; two halves of them hide the all-to-alls:
+A `Level` (`furlong.plan.rows`) holds the slices of a chunk that one sequence-parallel group shares.
+An all-to-all (dispatch) trades rows for heads, each process attends to all rows with its part of
+the heads, and a second all-to-all (combine) brings its rows back. Slices that one process holds
+alone are local and need no exchange; two halves of them hide the all-to-alls:
 
     1. start the dispatch of every level
     2. attend to the first local half
@@ -59,7 +59,7 @@ LaterGrads = tuple[int, Tensor, Tensor]
 
 
 class PrefixBlock(Protocol):
-    """Stored keys and values before a slice, valid until the iterator yields the next block."""
+    """Stored keys and values of tokens before a slice, valid until the next block is yielded."""
 
     @property
     def k(self) -> Tensor: ...  # (K, S, H)
@@ -67,19 +67,19 @@ class PrefixBlock(Protocol):
     def v(self) -> Tensor: ...  # (K, S, H)
     @property
     def distance(self) -> int:
-        """Position of the slice's first token minus that of the block's first key."""
+        """Position of the slice's first token minus the position of the block's first key."""
         ...
 
     def add_grad(self, dk: Tensor, dv: Tensor) -> None:
-        """Add dk, dv (K, S, H) to the stored gradients, for the backward of this block's chunk."""
+        """Add dk, dv (K, S, H) to the gradients stored for the backward of the block's chunk."""
         ...
 
 
 class LayerKV(Protocol):
     """The KV store as one layer of one cell (a chunk at a stage) uses it.
 
-    `slice_index` is a slice's number in the chunk. The store of each process of a
-    sequence-parallel group holds all tokens of its own heads.
+    `slice_index` is the number of a slice in the chunk. On each process of a sequence-parallel
+    group, the store holds all tokens, with this process's heads.
     """
 
     def keeps(self, slice_index: int) -> bool:
@@ -87,7 +87,7 @@ class LayerKV(Protocol):
         ...
 
     def write(self, slice_index: int, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
-        """Store those rows of a slice's k and v (K, tokens, H) that later tokens see by `rule`."""
+        """Store the rows of a slice's k and v (K, tokens, H) that later tokens see under `rule`."""
         ...
 
     def prefix(
@@ -95,13 +95,13 @@ class LayerKV(Protocol):
     ) -> Iterator[PrefixBlock]:
         """Yield the stored blocks that a slice's tokens see, in any order.
 
-        Before the caller asks for the next block it must drop all tensors of this one and, with
-        `gradients`, have added this one's.
+        Before asking for the next block, the caller must drop all tensors of the previous one and,
+        with `gradients`, have added its gradients.
         """
         ...
 
     def later_grads(self, slice_index: int) -> LaterGrads | None:
-        """Gradients of the slice's keys and values from later chunks; None if there are none."""
+        """Return what later chunks sent as gradients of the slice's keys and values, or None."""
         ...
 
 
@@ -120,17 +120,17 @@ class AttentionRule:
     """As in `Block`."""
 
     def scores(self, distance: int, *squares: slice) -> Block:
-        """Return the `Block` of rows that begin `distance` tokens after the first key; of several
-        `squares`, each range of rows sees itself alone."""
+        """Return the `Block` of rows that begin `distance` tokens after the first key. Each of
+        several `squares`, ranges of rows, sees itself alone."""
         own = squares if len(squares) > 1 else ()
         return Block(distance, self.scale, self.window, self.softcap, self.value_width, own)
 
     def open_tokens(self, position: int) -> int:
-        """Tokens before `position` in the same attention block."""
+        """Return the number of tokens before `position` in its attention block (see `block`)."""
         return position if self.block is None else position % self.block
 
     def left_tokens(self, position: int, num_tokens: int) -> int:
-        """Tokens from `position` to the end of its attention block, at most `num_tokens`."""
+        """Return how many of `num_tokens` tokens from `position` on are in its attention block."""
         if self.block is None:
             return num_tokens
         return max(0, min(num_tokens, self.block - position % self.block))
@@ -138,7 +138,7 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Keys and values of all tokens of a level's slices, gathered in token order."""
+    """Keys and values of all tokens of the slices of a `Level`, gathered in token order."""
 
     k: Tensor  # (K, S, H)
     v: Tensor  # (K, S, H)
@@ -158,7 +158,7 @@ def store_slices(
 ) -> None:  # fmt: skip
     """Store k, v (K, S, H) of the slices that later chunks read.
 
-    `first_row`: the row, counted as in `PlacedSlice.keys`, of the first one in k and v.
+    `first_row`: number of the first row in k and v, as `PlacedSlice.keys` counts rows.
     """
     for placed in slices:
         if layer_kv.keeps(placed.index):
@@ -168,7 +168,7 @@ def store_slices(
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """Keys and values k, v (K, S, H) before rows of the chunk, dropped before the next are read."""
+    """Keys and values k, v (K, S, H) before some rows, dropped before the next ones are read."""
 
     k: Tensor
     v: Tensor
@@ -181,7 +181,7 @@ class _Earlier:
 class SliceAttention:
     """Attention of some slices in one layer.
 
-    `first_row`: the row, counted as in `Stretch`, of the first one in the tensors that are passed.
+    `first_row`: number of the first row in the tensors that are passed, as `Stretch` counts rows.
     """
 
     slices: Sequence[PlacedSlice]
@@ -272,8 +272,8 @@ class SliceAttention:
     def _earlier(
         self, branches: Sequence[PlacedSlice], gathered: Gathered | None, *, gradients: bool
     ) -> Iterator[_Earlier]:
-        """Yield every earlier block of K,V that slices with one prefix see: gathered keys of the
-        same slice that precede a stretch, then the stored prefix."""
+        """Yield each block of K,V before slices that share one prefix: gathered keys of the same
+        slice before a stretch (consecutive rows) of it, then the stored prefix."""
         for placed, stretch in ((own, s) for own in branches for s in own.stretches):
             inside = stretch.position - placed.start
             before = min(inside, self.rule.open_tokens(stretch.position))
@@ -294,8 +294,8 @@ class SliceAttention:
             del piece  # the contract of `LayerKV.prefix`
 
     def _squares(self) -> list[slice]:
-        """Ranges of rows with causal attention among themselves: a stretch, cut at the boundaries
-        of attention blocks."""
+        """Return the ranges of rows that attend causally among themselves: stretches of slices, cut
+        at the boundaries of attention blocks."""
         found = []
         for stretch in (s for placed in self.slices for s in placed.stretches):
             start = stretch.start
@@ -319,17 +319,17 @@ class SliceAttention:
             yield found
 
     def _rows(self, branches: Sequence[PlacedSlice]) -> slice:
-        """The rows of the slices' stretches, which are consecutive."""
+        """Return the range of rows that the stretches of `branches` cover together."""
         first, last = branches[0].stretches[0], branches[-1].stretches[-1]
         return slice(first.start - self.first_row, last.stop - self.first_row)
 
     def _seeing(
         self, branches: Sequence[PlacedSlice], piece: PrefixBlock
     ) -> Iterator[tuple[slice, Block]]:
-        """Yield the rows of slices with one prefix that see a block of it, with the mask rule.
+        """Yield the rows that see a block of the prefix shared by `branches`, with the mask rule.
 
-        They are the first rows of each stretch; later ones are past the window. Without a window
-        all rows see all of the block: the branches of a parent take one call.
+        They are the first rows of each stretch; later rows are past the window. Without a window
+        all rows see all of the block, so the branches of a parent take one call.
         """
         if len(branches) > 1 and self.rule.window is None and self.rule.block is None:
             yield self._rows(branches), self.rule.scores(piece.distance)
@@ -342,26 +342,26 @@ class SliceAttention:
                     yield rows, block
 
     def _first_rows(self, stretch: Stretch, distance: int, num_keys: int) -> tuple[slice, Block]:
-        """Rows of a stretch that see some of `num_keys` keys, of which the first is `distance`
-        tokens before the stretch, and the mask rule."""
+        """Return the first rows of a stretch that see any of `num_keys` keys, and the mask rule.
+        The first key is `distance` tokens before the stretch."""
         block, start = self.rule.scores(distance), stretch.start - self.first_row
         num_seeing = block.visible_rows(stretch.stop - stretch.start, num_keys)
         num_seeing = min(num_seeing, self._in_block_of(stretch.position - distance, stretch))
         return slice(start, start + num_seeing), block
 
     def _in_block_of(self, position: int, stretch: Stretch) -> int:
-        """Number of leading rows of a stretch in the same attention block as `position`."""
+        """Return the number of first rows of a stretch in the attention block of `position`."""
         distance, num_rows = stretch.position - position, stretch.stop - stretch.start
         return max(0, self.rule.left_tokens(position, distance + num_rows) - distance)
 
 
 def _within(wide: Tensor, rows: slice, part: slice) -> Tensor:
-    """The rows `part` of `wide` (N, rows, H), which holds exactly `rows`."""
+    """Return the rows `part` of `wide` (N, rows, H), which holds exactly the rows `rows`."""
     return wide[:, part.start - rows.start : part.stop - rows.start]
 
 
 class LevelAttention:
-    """Attention of one level in one layer, with its dispatch and combine."""
+    """Attention in one layer of the slices that one sequence-parallel group shares (a level)."""
 
     def __init__(
         self, level: Level, exchange: Exchange | None, num_heads: int, num_kv_heads: int
@@ -384,13 +384,12 @@ class LevelAttention:
 
     @property
     def heads(self) -> slice:
-        """This process's query heads."""
+        """The range of this process's query heads."""
         inner = self.level.member % self.level.inner_size
         return slice(inner * self._n, (inner + 1) * self._n)
 
     def start(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
-        """Start the dispatch of the level's local rows of `queries` (N, T, H) and `keys`
-        (K, T, H)."""
+        """Start the dispatch of the local rows of `queries` (N, T, H) and `keys` (K, T, H)."""
         own = slice(*self.level.local)
         each = [x[:, own] for x in queries], [x[:, own] for x in keys]
         self._transfer = dispatch(self._exchange, self.level, *each)
@@ -419,17 +418,17 @@ class LevelAttention:
         return x, out, lse
 
     def combined_out(self) -> Tensor:
-        """Wait for the combine: out (t, N, H) of the local rows."""
+        """Wait for the combine and return out (t, N, H) of the local rows."""
         return combined(self.level, self._arrived(), (self._queries,), ())[0]
 
     def backward(
         self, attention: SliceAttention, lse: Tensor, before: tuple[Tensor, Tensor] | None, *,
         needs_kv: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Start the combine of dq, dk, dv; return dout and out (n, L, H), for the sinks.
+        """Compute dq, dk, dv and start their combine; return dout and out (n, L, H) for dsinks.
 
-        `before`: the arrived rows and out that `forward` returned, where dout alone was dispatched;
-        None where dout, out, q, k and v were.
+        `before`: the arrived rows and out that `forward` returned, if only dout was dispatched;
+        None if dout, out, q, k and v were.
         """
         x = self._arrived()
         if before is None:
@@ -454,7 +453,7 @@ class LevelAttention:
         return dout, out
 
     def combined_gradients(self) -> list[Tensor]:
-        """Wait for the combine: dq (t, N, H), dk and dv (t, K, H) of the local rows."""
+        """Wait for the combine and return dq (t, N, H), dk and dv (t, K, H) of the local rows."""
         return combined(self.level, self._arrived(), (self._queries,), self._keys)
 
     def _arrived(self) -> Tensor:
@@ -466,7 +465,7 @@ class LevelAttention:
         self, x: Tensor, num_queries: int
     ) -> tuple[Sequence[Tensor], Tensor, Tensor, Gathered | None]:
         """Split arrived rows x into query tensors (n, L, H), k and v (m, L, H) of the same rows,
-        and the gathered keys and values, if any."""
+        and the gathered keys and values or None."""
         level, m = self.level, self._m
         inners = dispatched(level, x, (self._queries,) * num_queries, self._keys)
         *queries, k, v = inners[level.inner].split((self._n,) * num_queries + (m, m))
@@ -477,7 +476,7 @@ class LevelAttention:
 
     def _combine(self, own: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
         """Start the combine of `own` (w, L, H), which stays within this inner group, and of `keys`
-        (w, L, H), one tensor for each inner group."""
+        (w, L, H), of which each inner group gets one tensor."""
         each = [[y] for y in keys] or [[] for _ in range(self.level.num_inner)]
         each[self.level.inner] = [*own, *each[self.level.inner]]
         self._transfer = combine(self._exchange, self.level, each)
@@ -539,7 +538,7 @@ def store_kv(
     rule: AttentionRule,
     exchange: Exchange | None = None,
 ) -> None:
-    """Store the part of k and v (K, T, H) that `layer_kv` keeps, without running attention."""
+    """Store the parts of k and v (K, T, H) that `layer_kv` keeps, without running attention."""
     with torch.no_grad():
         levels = [
             LevelAttention(level, exchange, 0, k.shape[0])
@@ -575,7 +574,7 @@ class _Call:
         ]
 
     def own_parts(self) -> list[tuple[SliceAttention, slice]]:
-        """Local slices and their rows, in two halves if there are all-to-alls to hide."""
+        """Return attention and rows of the local slices, in halves if they hide all-to-alls."""
         if self.rows.own is None:
             return []
         slices = self.rows.own.slices
@@ -587,7 +586,7 @@ class _Call:
 
 
 def _halves(slices: Sequence[PlacedSlice]) -> list[Sequence[PlacedSlice]]:
-    """Cut slices into two runs of about equal work, or one run if there is only one slice."""
+    """Cut slices into two runs of about equal work; one slice alone stays one run."""
     totals = list(accumulate(placed.num_pairs for placed in slices))
     cut = min(range(len(slices)), key=lambda i: abs(2 * totals[i] - totals[-1])) + 1
     return [half for half in (slices[:cut], slices[cut:]) if half]
@@ -633,7 +632,7 @@ def _forward(
 def _own_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attention: SliceAttention, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Store k and v of `rows`, and compute their attention."""
+    """Store k and v of local `rows`, and return their attention: out and log-sum-exps."""
     q, k, v = (_rows(x, rows) for x in (q, k, v))
     store_slices(attention.slices, k, v, attention.layer_kv, attention.rule, attention.first_row)
     return attention.forward(q, k, v, sinks, None)
@@ -644,7 +643,7 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
 
 
 def _token_major(like: Tensor, num_rows: int, *, zeros: bool) -> Tensor:
-    """A tensor (N, rows, H) with memory layout (rows, N, H), the model's; `like` (N, any, H)."""
+    """Return a new tensor (N, rows, H) with memory layout (rows, N, H); `like` is (N, any, H)."""
     x = like.new_empty((num_rows, like.shape[0], like.shape[2]))
     return (x.zero_() if zeros else x).transpose(0, 1)
 
@@ -676,7 +675,7 @@ def _add_sink_grads(
     dsinks: Tensor | None, sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor,
     heads: slice = slice(None),
 ) -> None:  # fmt: skip
-    """Add to dsinks (N,) the part of rows of some heads, given dout and out (n, T, H)."""
+    """Add to dsinks (N,) what the rows contribute for `heads`, given dout and out (n, T, H)."""
     if dsinks is not None:
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # (n, T)
         share = torch.exp(sinks[heads].to(lse.dtype)[:, None] - lse)
@@ -687,7 +686,7 @@ def _backward(
     dout: Tensor, kept: Sequence[Tensor], call: _Call, sinks: Tensor, dsinks: Tensor | None,
     needs_kv: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return dq (N, T, H), dk and dv (K, T, H); `kept`: log-sum-exps, then `kept` of `_forward`."""
+    """Return dq (N, T, H), dk and dv (K, T, H). `kept`: log-sum-exps, then `kept` of `_forward`."""
     parts, num_levels = call.own_parts(), len(call.rows.exchanged)
     lses, (q, k, v, out, *in_levels) = kept[: (n := len(parts) + num_levels)], kept[n:]
     if not num_levels and parts:

@@ -2,13 +2,14 @@
 
 Keys and values of all heads are linear in a latent that is many times narrower (DeepSeek). A slice
 stores its latents, and later chunks expand them part by part as they read them. The backward of an
-expansion adds to gradients of the latents, which are stored until their own chunk's backward, and
-to gradients of the expansion's weights at once.
+expansion adds to the latents' gradients, which are stored until the backward of the latents' own
+chunk, and at once to the gradients of the expansion's weights.
 
 The store holds each latent as two halves, in the places of a key and a value.
 
     T rows of the chunk, S rows of a stored block, W width of a latent (everything stored for a
-    token); K key-value heads and H head dim of expanded keys and values"""
+    token); K key-value heads and H head dim of expanded keys and values
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def store_latents(x: Tensor, own: Level, layer_kv: LayerKV) -> Tensor:
     """Store the latents x (T, W) of local slices that `layer_kv` keeps, and return x as a graph
     node: its backward adds the gradients that later chunks have sent.
 
-    `own`: the level of this process's local slices.
+    `own`: the level of the slices that this process holds alone.
     """
     rows = x.detach()[slice(*own.local)]
     for placed in own.slices:
@@ -69,8 +70,8 @@ class _Relay(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """Implements `LayerKV` over stored latents, for slices that this process holds alone; of other
-    slices the store has keys and values."""
+    """Implements `LayerKV` over stored latents, for slices that this process holds alone. Of all
+    other slices the store has keys and values."""
 
     stored: LayerKV
     own: frozenset[int]
@@ -122,7 +123,7 @@ class LatentKV:
 
 @dataclass(frozen=True, slots=True)
 class _ExpandedBlock:
-    """Implements `PrefixBlock` with the graph of an expansion."""
+    """Implements `PrefixBlock` by K,V expanded from latents, to which gradients flow back."""
 
     expanded_k: Tensor
     expanded_v: Tensor

@@ -1,7 +1,7 @@
 """The language-model head on tiles of labelled rows, so that logits exist for one tile at a time.
 
-Losses and token values are treated alike: a function of the logits of single tokens. The rows with
-a label are known in advance and sums stay on the device, so that the host never waits for it.
+Losses and other values of tokens are treated alike: as a function of the logits of single tokens.
+The rows with a label are known in advance and sums stay on the device: the host never waits for it.
 
     T rows of hidden states, R of them with a label, t of a tile, D hidden size, V vocabulary
 """
@@ -22,7 +22,7 @@ IGNORE_INDEX = -100
 
 
 def labelled_rows(labels: Tensor) -> Tensor:
-    """Indices (R,) int64 of the labels (T,) other than -100; call it with labels on the CPU."""
+    """Return the int64 indices (R,) of labels (T,) other than -100; call it with CPU labels."""
     return torch.nonzero(labels != IGNORE_INDEX).flatten()
 
 
@@ -32,7 +32,7 @@ def wide(logits: Tensor) -> Tensor:
 
 
 def label_losses(logits: Tensor, labels: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
-    """Cross-entropy (t,) of each label."""
+    """Return the cross-entropy (t,) of each label."""
     return cross_entropy(logits, labels, reduction="none")
 
 
@@ -60,7 +60,7 @@ class TiledHead:
     def forward(
         self, hidden: Tensor, rows: Tensor, labels: Tensor, extras: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """Return the values (R, ...) without a graph, or None if there are no rows."""
+        """Return the function's values (R, ...) without a graph, or None if there are no rows."""
         with torch.no_grad():
             found = [
                 self._of_tile(hidden[tile], labels[at], some)
@@ -74,8 +74,8 @@ class TiledHead:
         self, hidden: Tensor, rows: Tensor, labels: Tensor, extras: Mapping[str, Tensor],
         cotangents: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return the gradient (T, D) of the hidden states, and the values. `cotangents` (R, ...):
-        gradient of the values. Gradients of the head's parameters are accumulated."""
+        """Return the gradient (T, D) of the hidden states, and the function's values. `cotangents`
+        (R, ...): gradient of these values. The head's parameters accumulate theirs."""
         gradient, found = torch.zeros_like(hidden), []
         for tile, at, some in self._tiles(rows, extras):
             tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)

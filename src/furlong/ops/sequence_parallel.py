@@ -2,10 +2,10 @@
 
 In the dispatch a process sends its rows of queries, one part of the heads to each process of its
 inner group (`furlong.plan.rows`: those that divide the heads among them), and its rows of keys and
-values, one part of the heads to each process of the whole group, called a place. A head that
-several processes need goes to each of them. The rows that arrive from an inner group are in its
-order. The combine is the reverse: parts of heads are joined again, and results of several processes
-for one head, or for gathered keys, are summed.
+values, one part of the heads to each process of the whole group. A head that several processes need
+goes to each of them. The rows that arrive from an inner group are in that group's order. The
+combine is the reverse: parts of heads are joined again, and results of several processes for one
+head, or for gathered keys, are summed.
 
     u  processes of an inner group;  t  local rows;  L  rows of an inner group;  S  rows of all;
     M, m  heads of a tensor, and how many of them one process gets;  w  sum of m over several
@@ -36,7 +36,7 @@ class Exchange(Protocol):
         All processes must start their exchanges in the same order.
 
         Returns:
-            A function that waits for the rows of the others (sum of `recv_rows`, H).
+            A function that waits for and returns the rows of the others (sum of `recv_rows`, H).
         """
         ...
 
@@ -60,9 +60,9 @@ def dispatched(
     level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int]
 ) -> list[Tensor]:
     """Split dispatched rows x into one tensor (w, L, H) for each inner group: rows of all tensors
-    from this process's own group, of keys alone from others.
+    from this process's inner group, of keys alone from others.
 
-    `queries`, `keys`: heads of each tensor before it was sent.
+    `queries`, `keys`: number of heads of each tensor before it was sent.
     """
     narrow = sum(part_of(level, heads) for heads in keys)
     wide = narrow + sum(part_of(level, heads) for heads in queries)
@@ -93,8 +93,8 @@ def by_inner_place(level: Level, x: Tensor) -> list[Tensor]:
 def combine(
     exchange: Exchange, level: Level, inners: Sequence[Sequence[Tensor]]
 ) -> Callable[[], Tensor]:
-    """Start the combine of tensors (m, L, H) for each inner group: all for this process's own
-    group, those of keys for each other one, equally many."""
+    """Start the combine of the tensors (m, L, H) that go to each inner group: all tensors to this
+    process's group, and those of keys alone, equally many, to each other group."""
     each = [sum(x.shape[0] for x in tensors) for tensors in inners]
     other = next((width for inner, width in enumerate(each) if inner != level.inner), 0)
     parts = [torch.cat([x.transpose(0, 1) for x in tensors], 1) for tensors in inners if tensors]
@@ -107,7 +107,7 @@ def combine(
 
 
 def combined(level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int]) -> list[Tensor]:
-    """Split combined rows x into local rows (t, M, H) of each tensor; others as in `dispatched`."""
+    """Split combined rows x into local rows (t, M, H) of each tensor; see `dispatched`."""
     u, rows, head_dim = level.inner_size, num_local(level), x.shape[-1]
     narrow = [part_of(level, heads) for heads in keys]
     wide = [part_of(level, heads) for heads in queries] + narrow
@@ -130,17 +130,17 @@ def combined(level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int
 
 
 def num_local(level: Level) -> int:
-    """Rows of a level that this process has before the dispatch."""
+    """Return the number of rows of a level that this process has before the dispatch."""
     return level.local[1] - level.local[0]
 
 
 def part_of(level: Level, num_heads: int) -> int:
-    """Heads of a tensor that one process gets, at least one."""
+    """Return the number of heads of a tensor that one process gets, at least one."""
     return max(1, num_heads // level.inner_size)
 
 
 def _split(level: Level, tensors: Sequence[Tensor]) -> Tensor:
-    """Local rows (M, t, H) of each tensor -> (u, t, w, H), a part for each process."""
+    """Split local rows (M, t, H) of each tensor by heads: (u, t, w, H), a part per process."""
     u, parts = level.inner_size, []
     for x in tensors:
         if x.shape[0] % u:  # fewer heads than processes: several get copies of one
@@ -150,7 +150,7 @@ def _split(level: Level, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(x: Tensor, num_heads: int) -> Tensor:
-    """Parts (u, t, m, H) of heads -> (t, M, H); copies of a head are summed."""
+    """Join parts (u, t, m, H) of heads to (t, M, H); copies of a head are summed."""
     u, rows, width, head_dim = x.shape
     x = x.transpose(0, 1).reshape(rows, u * width, head_dim)
     if u * width == num_heads:
@@ -159,12 +159,12 @@ def _joined(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype in which values of x are summed: float32 at least."""
+    """Return the dtype in which values of x are summed: float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _widths(level: Level, own: int, other: int) -> list[int]:
-    """Heads exchanged with each process of the level: `own` in the inner group, else `other`."""
+    """Return the heads exchanged with each process: `own` in the inner group, `other` elsewhere."""
     return [
         own if member // level.inner_size == level.inner else other
         for member in range(level.size)
@@ -179,7 +179,7 @@ class AllToAll:
     """Implements `Exchange` with `torch.distributed` process groups."""
 
     def __init__(self, groups: Mapping[int, dist.ProcessGroup]) -> None:
-        """`groups`: this process's group of each size."""
+        """`groups`: size -> this process's group of that size."""
         self._groups = groups
 
     def start(
@@ -194,6 +194,6 @@ class AllToAll:
 
 
 def _arrived(work: dist.Work, into: Tensor, sent: Tensor) -> Tensor:
-    """Wait for the rows that arrive; `sent` is an argument so that it lives until then."""
+    """Wait for the rows that arrive, and return them; `sent` must live until then."""
     work.wait()
     return into

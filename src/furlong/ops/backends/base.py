@@ -47,18 +47,18 @@ class Block:
         return self.distance == 0 and num_rows == num_keys and in_window
 
     def visible_rows(self, num_rows: int, num_keys: int) -> int:
-        """Number of leading rows that see a key; the rows after them are beyond the window."""
+        """Return the number of leading rows that see a key; later rows are beyond the window."""
         if self.window is None:
             return num_rows
         return max(0, min(num_rows, num_keys - 1 + self.window - self.distance))
 
     def visible_keys(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
-        """Range of keys that some of rows [start, stop) see."""
+        """Return the range of keys that at least one of rows [start, stop) sees."""
         first = 0 if self.window is None else self.distance + start - self.window + 1
         return max(0, first), min(num_keys, self.distance + stop)
 
     def num_pairs(self, num_rows: int, num_keys: int) -> int:
-        """Number of (row, key) pairs in which the row sees the key."""
+        """Return the number of (row, key) pairs in which the row sees the key."""
         if self.squares:
             alone = replace(self, squares=())
             lens = [rows.stop - rows.start for rows in self.squares]
@@ -77,7 +77,7 @@ class Block:
         return of_rows(self.distance + 1) - before
 
     def at(self, row: int, key: int) -> Block:
-        """Return the same rule for the sub-block that starts at this row and key."""
+        """Return the rule for the part of the block that starts at this row and this key."""
         return replace(self, distance=self.distance + row - key)
 
     def mask(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor:
@@ -90,7 +90,7 @@ class Block:
 
 @dataclass(slots=True)
 class Tally:
-    """Calls and FLOPs of attention kernels, by the kernel's name.
+    """Calls and FLOPs of attention kernels, counted by the kernel's name.
 
     The chosen backend alone does not show them: some backends cut a block for several kernels.
     """
@@ -112,7 +112,7 @@ class Tally:
 
 
 class Backend(Protocol):
-    """Kernels for one block.
+    """Attention kernels for one block.
 
     Tensors may have any strides. Log-sum-exps are float32, or float64 for float64 inputs.
     """
@@ -151,7 +151,7 @@ class Backend(Protocol):
 def each_square(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, block: Block
 ) -> tuple[Tensor, Tensor]:
-    """Run `forward` on each of a block's squares."""
+    """Run the backend's `forward` on each of a block's squares (`Block.squares`)."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
     alone = replace(block, squares=())
     for rows in block.squares:
@@ -163,7 +163,7 @@ def each_square_backward(
     backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     block: Block,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run `backward` on each of a block's squares."""
+    """Run the backend's `backward` on each of a block's squares (`Block.squares`)."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     alone = replace(block, squares=())
     for rows in block.squares:
@@ -180,7 +180,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Merge attention over other keys into out (N, T, H) and lse (N, T), both in lse's dtype.
 
-    The two sets of keys must be disjoint, and each row must see a key of at least one of them.
+    The two sets of keys must be disjoint, and each row must see a key in at least one set.
     """
     share = torch.sigmoid(other_lse - lse)  # exp(other_lse) / (exp(lse) + exp(other_lse))
     torch.logaddexp(lse, other_lse, out=lse)

@@ -1,9 +1,10 @@
 """Attention of one block with PyTorch's flash kernel for CPUs.
 
-The kernel requires as many key-value heads as query heads, and gets an expanded view of them. The
-backward of a block without a mask concatenates the rows of a head group instead, which gives one
-gradient per key. Masks exist for one tile of rows times the keys that those rows see. Each
-multi-threaded operation waits for its slowest thread: few large operations beat many small ones.
+The kernel requires as many key-value heads as query heads, and gets an expanded view of keys and
+values. The backward of a block without a mask concatenates the rows of a head group instead (the
+query heads of one key-value head), which gives one gradient per key. Masks exist for one tile of
+rows and the keys that these rows see. Each multi-threaded operation waits for its slowest thread:
+few large operations beat many small ones.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class CPUFlash(Backend):
 
 
 def _num_pieces(num_heads: int, num_kv_heads: int) -> int:
-    """Number of batch entries into which a head group is folded.
+    """Return the number of batch entries into which `_fold` divides the rows of a head group.
 
     The backward kernel runs one thread per (batch, head): with fewer key-value heads than cores,
     several entries keep the threads busy.
@@ -90,7 +91,7 @@ def _num_pieces(num_heads: int, num_kv_heads: int) -> int:
 
 
 def _fold(x: Tensor, k: Tensor, pieces: int) -> Tensor:
-    """(N, T, ...) -> (pieces, K, N/(K*pieces) * T, ...)."""
+    """Concatenate the rows of a head group: (N, T, ...) -> (pieces, K, N/(K*pieces) * T, ...)."""
     return x.reshape(k.shape[0], pieces, -1, *x.shape[2:]).transpose(0, 1)
 
 
@@ -100,7 +101,7 @@ def _unfold(folded: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _expanded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q (N, T, H) -> (K, N/K, T, H), and k, v as views with the same heads, without copies."""
+    """Return q as (K, N/K, T, H), and k and v as views with as many heads, without copies."""
     num_kv_heads, num_groups = k.shape[0], q.shape[0] // k.shape[0]
     heads = (num_kv_heads, num_groups, -1, -1)
     return (
@@ -126,7 +127,7 @@ def _square_backward(
 def _band(
     block: Block, num_rows: int, num_keys: int, like: Tensor
 ) -> list[tuple[slice, slice, Tensor]]:
-    """Tiles of rows, each with the keys that its rows see and an additive mask.
+    """Return tiles of rows: the rows, the keys that they see, and an additive mask.
 
     Tiles away from the edges share one mask.
     """

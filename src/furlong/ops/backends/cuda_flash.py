@@ -118,7 +118,7 @@ class CUDAFlash(Backend):
         )
 
     def _scores(self, block: Block) -> dict[str, float]:
-        """Arguments for scale and softcap; NotImplementedError if the kernel lacks softcap."""
+        """Return arguments for scale and softcap; NotImplementedError if softcap is missing."""
         if block.softcap is None:
             return {"scale": block.scale}
         if not self.has_softcap:
@@ -128,7 +128,7 @@ class CUDAFlash(Backend):
     def _ends(self, slices: Sequence[slice], q: Tensor) -> Tensor:
         """Return `cu_seqlens` of the slices: 0 and the stop row of each one, int32 on q's device.
 
-        They are cached for the chunk's other layers, and copied without making the host wait.
+        The tensor is cached for the chunk's other layers, and copied without making the host wait.
         """
         stops = tuple(rows.stop for rows in slices)
         key = stops, q.device
@@ -145,7 +145,7 @@ class CUDAFlash(Backend):
 class CUDAFlash3(CUDAFlash):
     """FlashAttention 3, through the functions with which torch can replace its own operators.
 
-    They are called directly: other callers of those operators are not affected.
+    These functions are called directly, so that other callers of the operators are not affected.
     """
 
     name = "FlashAttention 3"
@@ -158,7 +158,7 @@ class CUDAFlash3(CUDAFlash):
 
 
 def flash_3(device: torch.device) -> CUDAFlash3 | None:
-    """FlashAttention 3 if it is installed, this torch can call it, and the GPU is a Hopper."""
+    """Return FlashAttention 3 if installed, callable by this torch, and on a Hopper; else None."""
     if torch.cuda.get_device_capability(device) != (9, 0) or not find_spec(_FLASH_3):
         return None
     try:
@@ -173,9 +173,8 @@ def flash_3(device: torch.device) -> CUDAFlash3 | None:
 
 
 class CUDAFlash4(CUDAFlash):
-    """FlashAttention 4, through the functions that its autograd function calls, since torch's
-    module for it unpacks fewer values than they return. Each kind of call is compiled on first
-    use."""
+    """FlashAttention 4, through the functions that its autograd function calls: torch's module for
+    it unpacks fewer values than these return. Each kind of call is compiled on first use."""
 
     name = "FlashAttention 4"
     has_softcap = True
@@ -212,7 +211,7 @@ class CUDAFlash4(CUDAFlash):
         self, ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int, *,
         scale: float, softcap: float = 0.0, window_size_left: int = -1, window_size_right: int = -1,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return arguments that both functions share; None is a window without a bound."""
+        """Return arguments that forward and backward share; None: a window without a bound."""
         is_packed = ends_q is not None
         return {
             "softmax_scale": scale,
@@ -228,8 +227,8 @@ class CUDAFlash4(CUDAFlash):
 
 @contextmanager
 def _as_refusals() -> Iterator[None]:
-    """Context manager: turn a kernel's other errors into RuntimeError: failed assertions, and
-    errors of its compiler, which derive from Exception alone."""
+    """Context manager: turn errors of a kernel into RuntimeError, also failed assertions and errors
+    of its compiler, which derive from Exception alone."""
     try:
         yield
     except RuntimeError:
@@ -239,8 +238,7 @@ def _as_refusals() -> Iterator[None]:
 
 
 def flash_4(device: torch.device) -> CUDAFlash4 | None:
-    """FlashAttention 4 if it is installed and can be called, on data-center Hopper and
-    Blackwell."""
+    """Return FlashAttention 4 if installed, callable, and on a data-center Hopper or Blackwell."""
     if not find_spec("flash_attn") or torch.cuda.get_device_capability(device) not in DATA_CENTER:
         return None
     try:
@@ -266,11 +264,11 @@ class _Call:
 
 
 def _rows_apart(num_rows: int, num_keys: int, block: Block) -> int:
-    """Return how many leading rows need a separate call: with more rows than keys and a window,
-    those that see every key.
+    """Return the number of leading rows that need a separate call: with a window and more rows than
+    keys, the rows that see every key.
 
-    With a left window the kernel also limits the keys on the right, and would hide keys from these
-    rows. The remaining rows are fewer than the keys.
+    With a window on the left the kernel also limits the keys on the right, and would hide keys from
+    these rows. The remaining rows are fewer than the keys.
     """
     if block.window is None or block.is_full(num_rows, num_keys) or num_rows <= num_keys:
         return 0
@@ -304,17 +302,17 @@ def _square_window(block: Block) -> dict[str, Any]:
 
 
 def _longest(slices: Sequence[slice]) -> int:
-    """Rows of the longest slice, at least 2: for 1 the kernel takes a different path."""
+    """Return the rows of the longest slice, at least 2: for 1 the kernel takes a different path."""
     return max(2, *(rows.stop - rows.start for rows in slices))
 
 
 def _rows_first(x: Tensor) -> Tensor:
-    """(N, T, H) -> (T, N, H), FlashAttention's layout; copied only if H is not contiguous."""
+    """Return x (N, T, H) as (T, N, H), FlashAttention's layout; copied if H is not contiguous."""
     return (x if x.stride(-1) == 1 else x.contiguous()).transpose(0, 1)
 
 
 def _empty(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of rows that see no key."""
+    """Return output and log-sum-exp of rows that see no key."""
     return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
 
 

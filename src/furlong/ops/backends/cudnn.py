@@ -2,10 +2,11 @@
 
 They take grouped heads and any strides except in the last dimension. Windows and slices of unequal
 lengths, which they lack, go to FlashAttention, and so does every shape that torch's dispatcher
-would not give them, since a direct call bypasses its conditions. Of many rows or keys, those beyond
-a multiple of `KERNEL_STEP` go to FlashAttention too. This avoids NaN gradients (64 mod 128 keys on
-Hopper, pytorch 196678), reads out of bounds (pytorch 169849), single keys, and most of the plans:
-cuDNN builds one per shape and thread, in 0.1 to 1 s, and keeps it forever."""
+would not give them, since a direct call bypasses its conditions. If there are many rows or keys,
+those beyond a multiple of `KERNEL_STEP` go to FlashAttention too. This avoids NaN gradients (64 mod
+128 keys on Hopper, pytorch 196678), reads out of bounds (pytorch 169849), single keys, and most of
+cuDNN's plans: it builds one per shape and thread, in 0.1 to 1 s, and keeps it forever.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def is_trusted(device: torch.device) -> bool:
 
 
 class CallPart(NamedTuple):
-    """Rows and keys of one call; `is_fused`: whether it is one of cuDNN."""
+    """Rows and keys of one kernel call; `is_fused`: whether the kernel is cuDNN's."""
 
     rows: slice
     keys: slice
@@ -50,7 +51,7 @@ class CallPart(NamedTuple):
 
 
 class CUDNN(CUDAFlash):
-    """cuDNN for aligned full blocks and causal squares, FlashAttention for all others."""
+    """cuDNN for aligned full blocks and causal squares, FlashAttention for all other blocks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         parts = split_calls(q.shape[1], k.shape[1], block)
@@ -121,11 +122,11 @@ class CUDNN(CUDAFlash):
 
 
 def split_calls(num_rows: int, num_keys: int, block: Block) -> list[CallPart]:
-    """Calls that together compute a block; calls on the same rows are consecutive.
+    """Return the calls that together compute a block; calls on the same rows are consecutive.
 
     A full block is cut into rows and keys, a causal square into squares and the full blocks left of
-    them. The last rows and the last keys go to FlashAttention. Rows that see all keys come first,
-    so that their gradients initialise dk and dv, to which other rows add.
+    them. The last rows and the last keys go to FlashAttention. Rows that see all keys come first:
+    their gradients initialise dk and dv, to which other rows add.
     """
     everything = CallPart(slice(0, num_rows), slice(0, num_keys), is_fused=False)
     is_full = block.is_full(num_rows, num_keys)
@@ -150,8 +151,8 @@ def split_calls(num_rows: int, num_keys: int, block: Block) -> list[CallPart]:
 
 
 def _aligned(size: int) -> int:
-    """Number of leading rows or keys that go to cuDNN: all of a multiple of `_STEP`, else a
-    multiple of a larger step (up to 1/32 of the size), so that there are few plans."""
+    """Return the number of leading rows or keys that go to cuDNN: all if a multiple of `_STEP`,
+    else a multiple of a larger step (up to 1/32 of the size), so that cuDNN builds few plans."""
     if size % _STEP == 0:
         return size
     return size - size % max(_STEP, 2 ** (size.bit_length() - 6)) if size >= _MIN_CUT else 0
@@ -198,7 +199,7 @@ def _backward(
 
 
 def _narrow(x: Tensor, block: Block) -> Tensor:
-    """x (N, T, H) without columns of zeros: cuDNN has kernels for the narrower values only."""
+    """Return x (N, T, H) without columns of zeros, as cuDNN has kernels for narrow values alone."""
     return x if block.value_width is None else x[..., : block.value_width]
 
 
@@ -212,7 +213,7 @@ def _dense_heads(x: Tensor) -> Tensor:
 
 
 def _in_order_of(q: Tensor, x: Tensor) -> Tensor:
-    """x (N, T, H), dense in memory, with its dimensions in the order of q's."""
+    """Return x (N, T, H), dense in memory, with the dimensions in the order of q's."""
     if q.stride(0) > q.stride(1):
         return x.contiguous()
     return x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -1,7 +1,8 @@
 """Attention of one block in plain tensor operations, for any dtype, device and mask rule.
 
-The fast backends are tested against it, and it serves cases that they lack (softcap). Scores exist
-for one tile of rows at a time."""
+The fast backends are tested against it, and it computes what they lack (softcap). Scores exist for
+one tile of rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class Reference(Backend):
 
 
 def _tiles(q: Tensor, k: Tensor, block: Block) -> list[tuple[slice, Block]]:
-    """Tiles of query rows, each with its `Block`; every tile has all keys."""
+    """Return tiles of query rows, each with its `Block`; every tile has all keys."""
     num_rows = q.shape[1]
     step = max(1, min(num_rows, _MAX_SCORE_ELEMENTS // max(1, q.shape[0] * k.shape[1])))
     starts = range(0, num_rows, step)
@@ -66,7 +67,7 @@ def _tiles(q: Tensor, k: Tensor, block: Block) -> list[tuple[slice, Block]]:
 
 
 def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
-    """Masked scores (N, T, S) in the log-sum-exp's dtype, and with softcap their tanh."""
+    """Return masked scores (N, T, S) in the log-sum-exp's dtype, and with softcap their tanh."""
     wide = lse_dtype(q.dtype)
     scores = _grouped(q.to(wide), k.to(wide).mT) * block.scale
     tanh = None
@@ -78,15 +79,15 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), with zeros in rows that see no key."""
+    """Return exp(scores - lse), with zeros in rows that see no key."""
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
 
 
 def _fold(x: Tensor, num_kv_heads: int) -> Tensor:
-    """(N, T, X) -> (K, N/K * T, X): concatenate the rows of a head group."""
+    """Concatenate the rows of a head group: (N, T, X) -> (K, N/K * T, X)."""
     return x.reshape(num_kv_heads, -1, x.shape[-1])
 
 
 def _grouped(a: Tensor, b: Tensor) -> Tensor:
-    """a (N, T, X) @ b (K, X, Y) -> (N, T, Y), where each head uses the b of its group."""
+    """Return a (N, T, X) @ b (K, X, Y) -> (N, T, Y), where each head uses the b of its group."""
     return (_fold(a, b.shape[0]) @ b).reshape(*a.shape[:2], b.shape[-1])

@@ -43,7 +43,7 @@ _LARGE_PROBE = 256
 
 @dataclass(frozen=True, slots=True)
 class CallKind:
-    """Calls that share a backend: they differ in their sizes alone."""
+    """Properties that attention calls of one backend share: all but their sizes."""
 
     device: torch.device
     dtype: torch.dtype
@@ -71,8 +71,8 @@ class CallKind:
 class ProbedBackend(Backend):
     """A backend that uses, for each kind of call, the fastest backend that passes its probe.
 
-    Kinds become known with a model's first calls. If a backend refuses a call in the middle of a
-    run, the next one takes over that kind.
+    A model's first calls show which kinds it has. If a backend refuses a call in the middle of a
+    run, the next one takes over calls of that kind.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class ProbedBackend(Backend):
 
 
 def fitting_backends(kind: CallKind) -> list[Backend]:
-    """Backends that may serve a kind, the fastest last."""
+    """Return the backends that may serve a kind of call, the fastest last."""
     if kind.device.type == "cpu":
         return [CPUFlash()]
     if kind.device.type != "cuda" or kind.dtype not in (torch.bfloat16, torch.float16):
@@ -128,17 +128,17 @@ def fitting_backends(kind: CallKind) -> list[Backend]:
 
 
 def fastest(kind: CallKind) -> str:
-    """Name of the fastest backend that may serve a kind, without a probe."""
+    """Return the name of the fastest backend that may serve a kind of call, without a probe."""
     *_, last = [Reference(), *fitting_backends(kind)]
     return "cuDNN" if isinstance(last, CUDNN) else getattr(last, "name", "the reference")
 
 
 def choose_backend(kind: CallKind, untried: list[Backend] | None = None) -> Backend:
-    """Return the last of `untried` (default: all candidates) that agrees with the reference, and
-    remove it and those after it from the list; return the reference if none does.
+    """Return the last of `untried` (default: all candidates) that agrees with the reference, or the
+    reference if none does. Backends that were probed are removed from the list.
 
-    Each one is probed once on small blocks, values and gradients. A warning names each backend that
-    fails, and a CUDA device without any: a kernel must be neither chosen nor wrong silently.
+    Each backend is probed once on small blocks, values and gradients. A warning names each backend
+    that fails, and a CUDA device without any: a kernel must be neither chosen nor wrong silently.
     """
     log, is_cuda = logging.getLogger(__name__), kind.device.type == "cuda"
     untried = fitting_backends(kind) if untried is None else untried
@@ -161,7 +161,7 @@ def choose_backend(kind: CallKind, untried: list[Backend] | None = None) -> Back
 
 
 def _why_none(kind: CallKind) -> str:
-    """Return why no fused kernel exists for a kind; "" if one does."""
+    """Return why no fused kernel exists for a kind of call; "" if one does."""
     if kind.dtype not in (torch.bfloat16, torch.float16):
         return "the fused kernels compute in 16 bits, train in bfloat16 to have them"
     if kind.is_capped:
@@ -170,7 +170,7 @@ def _why_none(kind: CallKind) -> str:
 
 
 def _probe(backend: Backend, kind: CallKind) -> str | None:
-    """Compare a backend with the reference on blocks of a kind; return the fault, or None."""
+    """Compare a backend with the reference on blocks of a kind; return what is wrong, or None."""
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(kind.dtype, 3e-2)
     for num_rows, num_keys, block in _probes(
         kind, has_tiles=isinstance(backend, CUDNN | CUDAFlash4)
@@ -213,8 +213,8 @@ def _drawn(kind: CallKind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
 
 
 def _probes(kind: CallKind, *, has_tiles: bool) -> Iterator[tuple[int, int, Block]]:
-    """Yield (rows, keys, block) to test a kind: square, packed, and earlier keys; with a window
-    also blocks inside it and fewer keys than rows. `has_tiles`: also large blocks."""
+    """Yield (rows, keys, block) to test a kind of call: a square, packed slices, earlier keys; with
+    a window also blocks inside it and fewer keys than rows. `has_tiles`: also large blocks."""
     softcap = 20.0 if kind.is_capped else None
     rule = Block(0, kind.head_dim**-0.5, None, softcap, kind.value_width)
     num_rows = 48
