@@ -1,4 +1,4 @@
-"""Training loops of other libraries on the engine."""
+"""Training loops of other libraries, with gradients computed by the engine."""
 
 from furlong.integrations.transformers import TokenLoss, Trainer, unpad
 

@@ -95,8 +95,8 @@ def unpad(
 def without_repeats(batch: dict[str, Any], num_samples: int, num_own: int) -> dict[str, Any]:
     """Return a batch in which samples after the first `num_own` of `num_samples` have no labels.
 
-    A sample is a row, or a sequence if a collator has joined all to one row. If samples cannot be
-    told apart, since the row packs several sequences into one sample, all keep their labels.
+    A sample is a row, or a sequence if a collator has joined all samples to one row. If they cannot
+    be told apart, since the row packs several sequences into one sample, all keep their labels.
     """
     labels = batch.get("labels")
     if labels is None:
@@ -271,7 +271,7 @@ def require_model_loss(trainer: Any) -> None:
 
 
 def _refuse_first(trainer: Any, rows: Iterable[tuple[Any, str, str]]) -> None:
-    """Raise ConfigError for the first of the settings (is_set, given, change) that is set."""
+    """Raise ConfigError for the first row (is_set, given, change) whose setting is set."""
     for is_set, given, change in rows:
         if is_set:
             raise ConfigError(
@@ -346,7 +346,7 @@ def refuse_loss(trainer: Any) -> None:
 
 
 def _smoothed(factor: float) -> TokenFunction:
-    """Cross-entropy with label smoothing: `factor` of the probability is spread over all ids."""
+    """Return cross-entropy with label smoothing: `factor` of the probability goes to all ids."""
     label, mean, total = log_prob(), mean_logit(), log_sum_exp()
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
@@ -357,7 +357,7 @@ def _smoothed(factor: float) -> TokenFunction:
 
 
 def _dft(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
-    """Cross-entropy weighted by the label's probability (DFT, arXiv 2508.05629)."""
+    """Return the cross-entropy, weighted by the label's probability (DFT, arXiv 2508.05629)."""
     own = log_prob()(logits, labels, extras)
     return -own * own.exp().detach()
 
@@ -512,8 +512,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
-        """Return the batches of an update, and the number of labels that a token predicts in all
-        processes' batches."""
+        """Return the batches of an update, and the number of predicted labels in the batches of all
+        processes."""
         self._ask_together("an update of a trainer")
         batches = [self._own_samples(batch) for batch in islice(epoch_iterator, num_batches)]
         return batches, torch.tensor(self._num_labels(batches), device=device)
@@ -522,7 +522,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Compute loss and gradients of a batch. With replicas, the last batch of an update returns
-        the loss of all its batches and processes, and earlier ones return 0."""
+        the loss of all batches of the update on all processes, and earlier batches return 0."""
         self._refuse(model)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -549,8 +549,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return (loss, None, None): the mean loss over the batches of all processes, or None,
-        which evaluation skips, if they have no labels.
+        """Return (loss, None, None): the mean loss over the batches of all processes or, if they
+        have no labels, None, which evaluation skips.
 
         For `compute_metrics`, return the loss, logits and labels of the model's own forward.
         """
@@ -639,7 +639,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return self.args.world_size > 1 and not self.is_fsdp_enabled
 
     def _num_labels(self, batches: Iterable[dict[str, Any]]) -> int:
-        """Number of labels in all processes' batches."""
+        """Return the number of labels in all processes' batches."""
         own = sum(count_valid_tokens(self._read(batch)) for batch in batches)
         return int(added_up(self.args.device, own)[0])
 
@@ -649,8 +649,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
 
     def _own_samples(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch that a data loader has just yielded, without labels of samples that it
-        repeats at its end to give every process equally many."""
+        """Return the batch that a data loader has just yielded, without labels of samples that the
+        loader repeats at its end to give every process equally many."""
         state = self.accelerator.gradient_state
         if self.args.world_size == 1 or not state.end_of_dataloader:
             return batch
@@ -662,8 +662,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _summed(
         self, batch: dict[str, Any], divisor: int, *, backward: bool = True
     ) -> tuple[float, float]:
-        """Return the summed loss of a batch and the number of its labels; with FSDP2, of all
-        processes' batches."""
+        """Return the summed loss of a batch and the number of its labels; with FSDP2, those of the
+        batches of all processes together."""
         every = self._read(self._prepare_inputs(batch))
         # sequences without labels add neither loss nor gradient
         sequences = [sequence for sequence in every if count_valid_tokens([sequence])]

@@ -142,8 +142,8 @@ class Arena:
             self._slabs.slabs.clear()
 
     def _new_slab_bytes(self, num_bytes: int) -> int:
-        """Bytes of the next slab. The first one after all slabs were dropped has their total size,
-        so that the next step needs this slab alone."""
+        """Return the bytes of the next slab. The first one after all slabs were dropped has their
+        total size, so that the next step needs this slab alone."""
         consolidated_bytes = 0 if self._slabs.slabs else self._consolidated_bytes
         if consolidated_bytes and self.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator still caches the slabs that were dropped

@@ -47,7 +47,7 @@ class NamelessFile:
         self._file = io.FileIO(descriptor, "r+")  # closes itself if `close` is never called
 
     def reserve(self, start: int, num_bytes: int) -> None:
-        """Allocate `num_bytes` of the disk from `start` on; raises ConfigError if it is full."""
+        """Allocate `num_bytes` of the disk from `start` on; raises ConfigError if that is full."""
         try:
             os.posix_fallocate(self._file.fileno(), start, num_bytes)
         except OSError as error:
@@ -120,8 +120,8 @@ def _refuse_ram(folder: Path) -> None:
 
 
 def _open(folder: Path) -> tuple[int, bool]:
-    """Create and unlink a file; return its descriptor and whether O_DIRECT works there, which one
-    page tries out."""
+    """Create and unlink a file; return its descriptor and whether O_DIRECT works in the folder,
+    which is tried out with one page."""
     page = mmap.mmap(-1, PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     name, descriptor = folder / f".furlong-{uuid.uuid4().hex}", None
     for flag in (os.O_DIRECT, 0):

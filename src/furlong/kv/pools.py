@@ -13,7 +13,7 @@ numbers. What orders the copies:
     writes                       run in one lane, in the order of their calls
     a read                       waits for the last write of its handle
     reuse of a buffer            waits for the `free` event that its last user left
-    reuse of a dropped place     needs no wait: later writes run later in the same lane
+    reuse of dropped storage     needs no wait: later writes run later in the same lane
 
 Every copy has its own event: no event stands for an earlier or a later copy. Another offload target
 is one more subclass of `StagedPool` and one case in `Pools.of`.
@@ -79,7 +79,7 @@ class Handle:
 
 @dataclass(eq=False)
 class Lease:
-    """A tensor borrowed from a pool, valid until one of the two methods is called, once.
+    """A tensor borrowed from a pool, valid until `release` or `write_back` is called, once.
 
     Change it in place only if `write_back` ends the lease.
     """
@@ -88,11 +88,11 @@ class Lease:
     _end: Callable[[bool], None] | None
 
     def release(self) -> None:
-        """Return the tensor; its memory is reused."""
+        """Give the tensor back to the pool, which reuses its memory."""
         self._finish(False)
 
     def write_back(self) -> None:
-        """Store the tensor's present values under its handle, and return the tensor."""
+        """Store the tensor's present values under its handle, and give the tensor back."""
         self._finish(True)
 
     def _finish(self, writes: bool) -> None:
@@ -111,7 +111,7 @@ class Budget:
 
 
 class Pool(ABC):
-    """Storage for tensors. A worker's error is raised by the next call, and by all until `clear`.
+    """Storage for tensors. An error of a lane is raised by the next call, and by all until `clear`.
 
     A handle with an open lease cannot be dropped. `write_back` requires that no other lease of the
     handle is open.
@@ -198,7 +198,7 @@ class Pool(ABC):
 
     @abstractmethod
     def _read(self, h: Handle) -> tuple[Tensor, Buffer | None]:
-        """Return the stored tensor, and its staging buffer; None if it has none."""
+        """Return the stored tensor, and the staging buffer that it is in, or None."""
 
     @abstractmethod
     def _give(self, tensor: Tensor, buffer: Buffer | None) -> None:
@@ -264,21 +264,21 @@ _PREFIX = "furlong-lane-"
 
 
 def is_lane() -> bool:
-    """Whether the calling thread belongs to a lane."""
+    """Whether the calling thread belongs to a lane, a pool's queue of copies."""
     return threading.current_thread().name.startswith(_PREFIX)
 
 
 @dataclass(frozen=True)
 class Event:
-    """A moment to wait for: the end of a thread's task, or a point of a CUDA stream on a device;
-    with neither it has already passed."""
+    """A moment to wait for: the end of a thread's task, or a point of a CUDA stream on a device.
+    Without either it has already passed."""
 
     work: Future[None] | None = None
     point: torch.cuda.Event | None = None
     device: torch.device | None = None
 
     def wait(self) -> None:
-        """Make the compute side wait: the thread for a task, the current stream for a point.
+        """Make the compute side wait: this thread for a task, the current stream for a point.
 
         Raises the task's exception.
         """
@@ -300,14 +300,14 @@ class Event:
 
 
 def now(device: torch.device) -> Event:
-    """Return the event after all work that the compute side has been given so far."""
+    """Return the event after all work that the compute side (thread or stream) has been given."""
     if device.type != "cuda":
         return Event()
     return Event(point=torch.cuda.current_stream(device).record_event(), device=device)
 
 
 class ThreadLane:
-    """A lane of one thread. A task that waits for a failed one fails with the same error.
+    """A lane that is one thread. A task that waits for a failed one fails with the same error.
 
     `ThreadPoolExecutor` would not do: the garbage collector may run inside `submit` and finalize
     another model, whose lanes then end. `SimpleQueue` is reentrant, an executor's locks are not.
@@ -360,7 +360,7 @@ def _end_thread(tasks: SimpleQueue[_Task | None], thread: Thread | None) -> None
 
 
 class StreamLane:
-    """A lane of one CUDA stream. No thread waits for it, except in `drain` and `close`."""
+    """A lane that is one CUDA stream. No thread waits for it, except in `drain` and `close`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -400,7 +400,7 @@ class Buffer:
 class Staging:
     """Staging buffers of at most `limit_bytes` in all, or `num_largest` times the largest tensor.
 
-    More is allocated only for a single tensor that is larger, and while leases hold the limit.
+    More is allocated only for a single tensor that is larger, and while leases take up the limit.
     """
 
     def __init__(
@@ -424,9 +424,9 @@ class Staging:
     def take(self, num_bytes: int, *, may_wait: bool = True) -> Buffer | None:
         """Return a buffer of at least `num_bytes`, to be used after its `free` event.
 
-        In order: an idle buffer that fits; new memory within the limit, after idle buffers were
-        released; a busy buffer that fits; new memory after the oldest busy ones became free. With
-        `may_wait=False`, None instead of the last two.
+        Tried in order: an idle buffer that fits; new memory within the limit, after idle buffers
+        were released; a busy buffer that fits; new memory after the oldest busy ones became free.
+        With `may_wait=False`, None instead of the last two.
         """
         size = aligned(max(1, num_bytes), PAGE_BYTES)
         self._limit_bytes = max(self._limit_bytes, self._num_largest * size)
@@ -451,7 +451,7 @@ class Staging:
         return Buffer(memory, self._now())
 
     def give(self, buffer: Buffer, free: Event) -> None:
-        """Return a buffer, to be reused after `free`."""
+        """Take back a buffer, to be reused after the event `free`."""
         buffer.free = free
         self._free.append(buffer)
         self._release_idle(self._limit_bytes)
@@ -462,7 +462,7 @@ class Staging:
         self.total_bytes = 0
 
     def _release_idle(self, to_bytes: int) -> None:
-        """Release idle buffers until `to_bytes` are left, or no idle one is."""
+        """Release idle buffers until `to_bytes` are left, or none is idle."""
         for buffer in [b for b in self._free if b.free.done()]:
             if self.total_bytes > to_bytes:
                 self._release(buffer)
@@ -523,15 +523,15 @@ class StagedPool(Pool):
 
     @abstractmethod
     def _allocate_staging(self, num_bytes: int) -> Tensor:
-        """Page-aligned uint8 memory."""
+        """Return page-aligned uint8 memory."""
 
     @abstractmethod
     def _copy_out(self, place: Any, staged: Tensor) -> None:
-        """Copy `staged` (num_bytes,) uint8 to a place, in a lane."""
+        """Copy `staged` (num_bytes,) uint8 to `place` in the pool's storage; runs in a lane."""
 
     @abstractmethod
     def _copy_back(self, place: Any, staged: Tensor) -> None:
-        """Copy a place to `staged` (num_bytes,) uint8, in a lane."""
+        """Copy `place` in the pool's storage to `staged` (num_bytes,) uint8; runs in a lane."""
 
     def prefetch(self, h: Handle) -> None:
         super().prefetch(h)
@@ -621,7 +621,7 @@ class StagedPool(Pool):
         self, lane: CopyLane, copy: Callable[[Any, Tensor], None], h: Handle, buffer: Buffer,
         *after: Event,
     ) -> Event:  # fmt: skip
-        """Run `copy` between a handle's place and a buffer, in a lane, after some events."""
+        """Run `copy` between a handle's storage and a buffer, in a lane, after some events."""
         place, staged = h.place, buffer.memory[: h.num_bytes]
 
         def work() -> None:
@@ -771,7 +771,7 @@ class DiskPool(StagedPool):
 
 
 def _pages(staged: Tensor, num_bytes: int) -> memoryview:
-    """The whole pages that `staged` begins, as bytes; its buffer extends to their end."""
+    """Return the whole pages that begin with `staged`, as bytes; its buffer holds all of them."""
     return staged.as_strided((num_bytes,), (1,)).numpy().data
 
 

@@ -1,19 +1,21 @@
 """The KVStore: per sequence and layer, the tensors that later chunks read of earlier ones.
 
 These are K,V of a cut sequence, states of its recurrent layers, and the gradients that later chunks
-send (float32 where K,V have 16 bits), allocated when the first one arrives. With a sliding window
-of w tokens only the last w-1 tokens of a chunk are kept: no later token sees the others, and the
-tokens that a later chunk sees stay contiguous, along its path where a sequence branches. With
-attention blocks only tokens of the unfinished block at the chunk's end are kept. They are stored in
-segments, the unit of freeing and of offload (`furlong.plan.segments` cuts them): a segment is freed
-with the last piece that has tokens in it. A recurrent state belongs to a sequence, a layer, a kind
-and a token boundary. The piece that ends at the boundary writes it, and pieces that begin there
-read it and send its gradient. It is kept, in the same target, as long as the K,V of the piece that
-wrote it.
+send (float32 where K,V have 16 bits), allocated when the first one arrives. A piece is the part of
+a cut sequence that is in one chunk. With a sliding window of w tokens only the last w-1 tokens of a
+piece are kept: no later token sees the others, and the tokens that a later piece sees stay
+contiguous, along its path where a sequence branches. With attention blocks only tokens of the
+unfinished block at the piece's end are kept.
 
-A segment is allocated in the arena with its first piece. Without a pool it stays there. With a pool
-it moves there once its last piece is written. These are the bytes that one layer transfers if
-pieces are written in order and their backwards run in the opposite order, each once:
+K,V and gradients are freed and offloaded in segments of tokens, which `furlong.plan.segments` cuts.
+A segment is freed with the last piece that has tokens in it. A recurrent state belongs to a
+sequence, a layer, a kind and a token boundary. The piece that ends at the boundary writes it, and
+pieces that begin there read it and send its gradient. It is kept, in the same pool, as long as the
+K,V of the piece that wrote it.
+
+A segment is allocated in the arena with its first piece. Without a pool it stays in the arena; with
+a pool it moves to the pool once its last piece is written. These are the bytes that one layer
+transfers if pieces are written in order and their backwards run in the opposite order, each once:
 
     S_p   stored tokens before piece p;  e_i  the end of segment i;  K_i, G_i  bytes of its K,V
           and of its gradients;  P_p  the segments with tokens that piece p sees, that is
@@ -82,7 +84,7 @@ class Segment:
     """Pieces written since the segment was last freed."""
 
     def rows(self, tokens: range) -> slice:
-        """Rows of the segment's tensors that hold its part of `tokens`."""
+        """Return the rows of this segment's tensors that hold some of `tokens`."""
         start, stop = max(tokens.start, self.start), min(tokens.stop, self.stop)
         return slice(start - self.start, stop - self.start)
 
@@ -130,7 +132,7 @@ class StateStore:
         self._grads: dict[Boundary, dict[StateKind, Tensor | None]] = {}
 
     def write(self, at: Boundary, states: Mapping[StateKind, Tensor]) -> None:
-        """Store the states at a boundary; states of other kinds stored there stay."""
+        """Store the states at a boundary, beside states of other kinds that are stored there."""
         kept = self._handles.setdefault(at, {})
         for kind, state in states.items():
             if kind in kept:
@@ -138,7 +140,7 @@ class StateStore:
             kept[kind] = self._pool.put(state.detach())
 
     def read(self, at: Boundary) -> dict[StateKind, Tensor]:
-        """Return copies of the states at a boundary: a graph may outlive them in the pool."""
+        """Return copies of the states at a boundary, since a graph may outlive the stored ones."""
         assert at in self._handles, f"states at {at} (sequence, layer, token) are gone"
         found = {}
         for kind, handle in self._handles[at].items():
@@ -156,8 +158,8 @@ class StateStore:
     def later_grads(
         self, at: Boundary, kinds: Iterable[StateKind], factor: float = 1
     ) -> list[Tensor | None]:
-        """Remove and return the gradients of `kinds` at a boundary, times `factor`; None for each
-        kind that none were sent for."""
+        """Remove and return the gradients of the states `kinds` at a boundary, times `factor`; None
+        for each kind without a gradient."""
         sent = self._grads.get(at, {})
         found = [sent.pop(kind, None) for kind in kinds]
         if not sent:
@@ -193,6 +195,7 @@ class LayerSegments:
         self._arena, self._pool = arena, pool
         self._num_hot = len(self.segments) if pool is None else NUM_HOT
         self._dtype = like.dtype
+        # gradients of many chunks are summed here: in 16 bits small ones would be lost
         self._wide = torch.float32 if like.dtype.itemsize < 4 else like.dtype
         self._token_shape = (2, like.shape[0], like.shape[2])
 
@@ -230,8 +233,8 @@ class LayerSegments:
         assert not missing, f"K,V of pieces {missing} of {what} are gone"
 
     def blocks(self, seen: Sequence[range], *, gradients: bool) -> Iterator[StoredBlock]:
-        """Yield a block for each segment, or for each of its ranges in `seen`, and prefetch the
-        next segment; with `gradients` the newest comes first."""
+        """Yield the stored tokens `seen` in blocks, one for each range and segment, and prefetch
+        the next segment. With `gradients` the newest block comes first."""
         indices = dict.fromkeys(index for run in seen for index in self.tokens.segments(run))
         step = -1 if gradients else 1
         order = [self.segments[index] for index in indices][::step]
@@ -255,7 +258,7 @@ class LayerSegments:
                 lease.release()
 
     def later_grads(self, piece: int) -> Tensor | None:
-        """Return dK,dV (S, 2, K, H) of a piece's stored tokens, or None if none were sent."""
+        """Return dK,dV (S, 2, K, H) that later pieces sent for a piece's stored tokens, or None."""
         tokens = self.tokens.of_piece(piece)
         holding = self._holding(tokens)
         if all(s.grad is None and s.grad_handle is None for s in holding):
@@ -266,6 +269,7 @@ class LayerSegments:
             if segment.grad is not None:
                 parts.append(segment.grad[rows])
             elif (lease := self._lease(segment.grad_handle)) is not None:
+                # a copy: the pool reuses the leased memory
                 parts.append(lease.tensor[rows].clone())
                 lease.release()
             else:  # later pieces added to other segments of the piece only
@@ -279,9 +283,10 @@ class LayerSegments:
             self._forget(segment)
 
     def forget_arena(self) -> bool:
-        """Free the arena's tensors after an error; return whether the pool holds any others."""
+        """Free the arena's tensors after an error; return whether tensors in the pool are left."""
         in_pool = any(s.kv_handle is not None or s.grad_handle is not None for s in self.segments)
         for segment in self.segments:
+            # not dropped: leases may be open, which `Pool.clear` ends together with the handles
             segment.kv_handle = segment.grad_handle = None
         self.forget()
         return in_pool
@@ -325,7 +330,7 @@ class LayerSegments:
             segment.has_news = True
 
     def _settle(self, segment: Segment, *, stays: bool) -> None:
-        """Put changed gradients where they wait: in the arena if `stays`, else in the pool."""
+        """Move changed gradients to where they wait: the arena if `stays`, else the pool."""
         lease, segment.grad_lease, segment.has_news = segment.grad_lease, None, False
         if lease is not None and not stays:
             lease.write_back()
@@ -367,9 +372,9 @@ class KVStore:
         trained: Mapping[int, Sequence[int]] | None = None,
         trees: Mapping[int, Tree] | None = None,
     ) -> None:
-        """`pieces`: tokens of each piece of each cut sequence, in order; `trained`: the pieces
-        whose gradients are kept, ascending (None: all); `trees`: how pieces follow one another, for
-        sequences that branch."""
+        """`pieces`: for each cut sequence the number of tokens of each piece, in order; `trained`:
+        the pieces whose gradients are kept, ascending (None: all); `trees`: for sequences that
+        branch, which piece follows which."""
         self.arena = arena
         self._pieces, self._trained, self._trees = pieces, trained, trees or {}
         self._pool = pool
@@ -382,9 +387,9 @@ class KVStore:
         self, seq_id: int, layer: int, piece: int, k: Tensor, v: Tensor, window: int | None,
         block: int | None = None,
     ) -> None:  # fmt: skip
-        """Store the part of a piece's k, v (K, T, H) that later pieces see: with `window`, tokens
-        that a token sees, itself included (None: all); with `block`, tokens per attention block
-        (None: no blocks)."""
+        """Store the tokens of a piece's k, v (K, T, H) that later pieces see. `window`: tokens that
+        a token sees, itself included (None: all); `block`: tokens per attention block, if any."""
+        # the store must keep no graph alive
         k, v = k.detach(), v.detach()
         segments = self._layers.get((seq_id, layer))
         if segments is None:
@@ -416,10 +421,10 @@ class KVStore:
     def later_grads(
         self, seq_id: int, layer: int, piece: int, factor: float = 1
     ) -> tuple[int, Tensor, Tensor] | None:
-        """Return the gradients that later pieces have sent, times `factor`.
+        """Return the gradients that later pieces have sent for a piece, times `factor`.
 
-        They are (index in the piece of the first stored token, dK, dV (K, stored tokens, H)), valid
-        until the next call on the store; None if nothing was sent.
+        They are a tuple: index in the piece of the first stored token, dK, dV (K, stored tokens,
+        H). It is valid until the next call on the store; None if nothing was sent.
         """
         segments = self._layers.get((seq_id, layer))
         if segments is None:
@@ -433,6 +438,7 @@ class KVStore:
 
     def free(self, seq_id: int, layer: int, piece: int) -> None:
         """Free a piece; a segment is freed with the last piece that has tokens in it."""
+        # before the return: a recurrent layer has states and no segments
         self.states.free((seq_id, layer, self._ends[seq_id][piece]))
         segments = self._layers.get((seq_id, layer))
         if segments is None:
@@ -452,5 +458,5 @@ class KVStore:
 
     @property
     def num_buffers(self) -> int:
-        """Number of (sequence, layer) pairs with K,V plus stored states; 0 after a step."""
+        """Number of (sequence, layer) pairs with K,V, and of stored states; 0 after a step."""
         return len(self._layers) + self.states.num_buffers

@@ -1,11 +1,11 @@
 """The sequences of a step and the rows of a chunk: ids, labels, extras, shared prefixes.
 
-Labels are shifted before cutting: the label of a chunk's last token is the first token of the next.
-Where a sequence branches, a token has one label per branch. A process without tokens of a chunk
-has one row without sequence and label.
+Labels are shifted before sequences are cut: the label of a chunk's last token is the first token of
+the next chunk. Where a sequence branches, a token has one label per branch. A process that holds no
+token of a chunk computes one dummy row, without a label.
 
-Extras are tensors per token under the caller's names. Entry t is about token t, like its label,
-and is shifted with it, to the hidden state that predicts token t.
+Extras are the caller's named tensors with one entry per token. Entry t belongs to token t: it is
+shifted like the label, to the row of the hidden state that predicts token t.
 
 Sequences with equal first tokens are joined into trees, whose shared prefix is computed once: equal
 tokens at equal positions have equal hidden states. A prefix is shared if it is at least a chunk
@@ -50,7 +50,7 @@ class ShiftedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of a sequence of the call, and where they are in the plan's."""
+    """Consecutive tokens of a caller's sequence, and where they are in a sequence of the plan."""
 
     sequence: int
     """Index of the sequence in the call."""
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class JoinedSequence:
-    """A sequence of the plan: one of the call's, or a tree of several with a shared prefix."""
+    """A sequence of the plan: a caller's sequence, or a tree of several with a shared prefix."""
 
     input_ids: Tensor  # (T,) int64
     first_position: int
@@ -88,8 +88,9 @@ class Batch:
     """By index in the call, factors of the loss in the gradient; None: 1."""
 
     def within(self, seq_id: int, start: int, stop: int) -> Iterator[tuple[int, range, int]]:
-        """Yield (i, range of tokens, offset of the first one from `start`) for the call's sequences
-        in [start, stop) of a plan's sequence. Shared tokens are yielded with each sequence."""
+        """Yield (i, tokens, offset of the first one from `start`) for each run of tokens of a
+        caller's sequence i in [start, stop) of a plan's sequence. Shared tokens come once for each
+        sequence."""
         for span in self.planned[seq_id].spans:
             tokens = range(max(start, span.start), min(stop, span.stop))
             if tokens:
@@ -97,22 +98,23 @@ class Batch:
                 yield span.sequence, range(first, first + len(tokens)), tokens.start - start
 
     def runs(self, rows: ChunkRows) -> Iterator[tuple[int, range, int]]:
-        """Yield (i, range of tokens, row of the first one) for the call's sequences in a chunk."""
+        """Yield (i, tokens, row of the first one) for each run of consecutive tokens of a caller's
+        sequence i in a chunk."""
         for (seq_id, start, stop), row in rows.runs():
             for index, tokens, distance in self.within(seq_id, start, stop):
                 yield index, tokens, row + distance
 
     def labels_of(self, index: int, tokens: range) -> tuple[Tensor, Tensor]:
-        """Return the indices within `tokens` that have a label (r,), and the labels (r,)."""
+        """Return the indices (r,) within `tokens` of tokens with a label, and their labels (r,)."""
         rows = labelled_rows(labels := self.sequences[index].labels[tokens.start : tokens.stop])
         return rows, labels[rows]
 
     def members(self, piece: Slice) -> set[int]:
-        """Return the call's sequences that have tokens in a slice."""
+        """Return the indices of the caller's sequences that have tokens in a slice of the plan."""
         return {i for i, *_ in self.within(piece.seq_id, piece.start, piece.stop)}
 
     def extras_of(self, targets: ChunkTargets) -> dict[str, Tensor]:
-        """Return the extras (R, ...) of a chunk's labels, on their device."""
+        """Return the entries (R, ...) of all extras for a chunk's labels, on the labels' device."""
         names = self.sequences[targets.tokens[0][0]].extras if targets.tokens else ()
         return {
             name: sent_to(
@@ -124,8 +126,8 @@ class Batch:
 
 
 def batch_of(sequences: Sequence[ShiftedSequence], seq_lens: Sequence[int] | None = None) -> Batch:
-    """Return a batch without merged prefixes. `seq_lens`: full lengths, if some `sequences` are
-    empty here, as other processes hold them."""
+    """Return a batch in which no prefixes are joined. `seq_lens`: full lengths, if some `sequences`
+    are empty because other processes hold their tokens."""
     lens = [len(s.input_ids) for s in sequences]
     is_whole = seq_lens is None or lens == list(seq_lens)
     planned = [
@@ -175,8 +177,8 @@ def chunk_inputs(
     device: torch.device,
     branches: Mapping[tuple[int, int], int] | None = None,
 ) -> ChunkInputs:
-    """Return the inputs of a process's rows of one chunk, copied asynchronously. `branches`:
-    (sequence, first token) -> start position, for runs whose position is not their token index."""
+    """Return ids and positions of one chunk's rows on this process, copied asynchronously.
+    `branches`: (seq_id, first token) -> its position, where that differs from the token's index."""
     ids, positions = [], []
     for (seq_id, start, stop), _ in rows.runs():
         sequence = batch.planned[seq_id]
@@ -191,7 +193,7 @@ def chunk_inputs(
 
 
 def chunk_targets(rows: ChunkRows, batch: Batch, device: torch.device) -> ChunkTargets:
-    """Return the labels of a process's rows of one chunk, copied asynchronously."""
+    """Return the labels of one chunk's rows on this process, copied asynchronously."""
     none = torch.zeros(0, dtype=torch.int64, device="cpu")
     labels, labelled, found = [none], [none], []
     for index, tokens, row in batch.runs(rows):
@@ -221,8 +223,8 @@ def shift_labels(
 
     Args:
         sequences: Dicts with input_ids, labels (T,) int64 and extras (T, ...).
-        extras: If given, a sequence with extras must have at least one of these; None: any names.
-        needs_labels: If False, or with token weights, missing labels are the input_ids.
+        extras: Names, of which a sequence with extras has at least one; None: any names.
+        needs_labels: If False, or with token weights, input_ids replace missing labels.
 
     Raises:
         DataError: For other types, keys, dtypes or lengths, and for extras that require a gradient
@@ -289,7 +291,7 @@ def whole_number(value: object, name: str) -> int:
 
 
 def check_ranges(sequences: Sequence[ShiftedSequence], model: HFDecoder) -> None:
-    """Raise DataError for ids without an embedding, labels without a logit, or long sequences."""
+    """Raise DataError for ids with no embedding, labels with no logit, or too long sequences."""
     num_input_ids, vocab_size, longest_tokens = (
         model.num_input_ids, model.vocab_size, model.longest_tokens,
     )  # fmt: skip
@@ -322,7 +324,7 @@ def check_ranges(sequences: Sequence[ShiftedSequence], model: HFDecoder) -> None
 
 
 def require_seq_lens(seq_lens: Iterable[object]) -> list[int]:
-    """Return sequence lengths as ints. Raises ConfigError for other values."""
+    """Return sequence lengths as ints. Raises ConfigError unless each is a positive integer."""
     lens = [whole_number(seq_len, "seq_lens") for seq_len in seq_lens]
     if not lens:
         raise refused_data("no sequences", "at least one sequence", "leave such a call out")
@@ -340,7 +342,7 @@ def _is_token_vector(x: Any) -> TypeGuard[Tensor]:
 
 
 def shown(x: object) -> str:
-    """Return dtype and shape of a tensor, or the type of another object."""
+    """Return a tensor's dtype, shape and layout, or another object's type, in words."""
     if not isinstance(x, Tensor):
         return f"of type {type(x).__name__}"
     where = "on meta" if x.is_meta else f"{x.layout}".removeprefix("torch.")
@@ -357,7 +359,7 @@ def refused_data(
 
 
 def require_type(value: object, kind: type, change: str = "") -> None:
-    """Raise ConfigError unless `value` is a `kind` (`ChunkOptions` or `ChunkPlan`)."""
+    """Raise ConfigError unless `value` is of type `kind`. `change`: the advice in the error."""
     if not isinstance(value, kind):
         raise ConfigError(
             given=f"a {kind.__name__} of type {type(value).__name__}",
@@ -396,17 +398,18 @@ def _tree(
     group: range,
     least_tokens: int,
 ) -> tuple[JoinedSequence, list[tuple[int, int]]]:
-    """Return the tree of a group of sequences, laid out depth-first as one sequence, and its forks.
+    """Return a group of sequences as a tree, laid out depth-first as one sequence, and its forks:
+    (index of a branch's first token, end of the prefix that the branch continues).
 
-    `order`: sequences sorted by their tokens; `shared`: numbers of equal first tokens of
-    neighbours in it."""
+    `order`: sequences sorted by their tokens; `group`: the part of `order` to join; `shared[n]`:
+    the number of equal first tokens of `order[n]` and `order[n + 1]`."""
     ids: list[Tensor] = []
     spans: list[Span] = []
     forks: list[tuple[int, int]] = []
 
     def grow(group: range, depth: int, parent: int) -> None:
-        """Append sequences `order[i]`, i in `group`, to the tree after `depth` equal tokens up to
-        `parent`."""
+        """Append the sequences `order[n]`, n in `group`, to the tree. Their first `depth` tokens
+        are equal and in the tree already, where they end at index `parent`."""
         for own in sorted(_groups(group, shared, depth + least_tokens), key=shortness):
             members = [order[number] for number in own]
             tokens = sequences[members[0]].input_ids
@@ -423,7 +426,7 @@ def _tree(
                 grow(own, stop, end)
 
     def shortness(own: range) -> int:
-        """Longest first, so that lengths alone determine a pair's layout (`plan.lengths.Call`)."""
+        """Return a sort key, longest first. Lengths alone then determine a pair's layout."""
         return -max(len(sequences[order[number]].input_ids) for number in own)
 
     grow(group, 0, 0)
@@ -432,7 +435,7 @@ def _tree(
 
 
 def _groups(numbers: range, shared: Sequence[int], least: int) -> list[range]:
-    """Split `numbers` between neighbours that share fewer than `least` tokens."""
+    """Split a range of sequences wherever two neighbours share fewer than `least` first tokens."""
     starts = [numbers.start] + [at + 1 for at in numbers[:-1] if shared[at] < least]
     return [range(a, b) for a, b in pairwise([*starts, numbers.stop])]
 
@@ -445,7 +448,7 @@ def _num_equal(one: _Ids, other: _Ids) -> int:
 
 
 def _require_extras(name: str, sequence: ShiftedSequence, first: Mapping[str, Any]) -> None:
-    """Raise DataError for extras unlike `first`, the checked extras of sequence 0."""
+    """Raise DataError unless extras have the names and shapes of `first`, those of sequence 0."""
     extras, num_tokens = sequence.extras, len(sequence.input_ids)
     if extras.keys() != first.keys():
         odd = ", ".join(sorted(map(str, extras.keys() ^ first.keys())))

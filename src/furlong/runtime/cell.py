@@ -1,4 +1,4 @@
-"""A cell: one (chunk, stage), the tensors that it holds between forward and backward, and the
+"""A cell is one chunk at one stage: the tensors that it holds between forward and backward, and the
 attention of its layers over the KV store."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from furlong.runtime.rng import RNGState
 
 
 def rows_on(model: HFDecoder, plan: ChunkPlan, process: int = 0) -> Callable[[Chunk], ChunkRows]:
-    """Return a function from a chunk to its rows on `process` of the sequence-parallel group.
+    """Return a function that maps a chunk to its rows on `process` of the sequence-parallel group.
 
-    Raises PlanError for sequences that branch where layers are recurrent.
+    Raises PlanError for sequences that branch if the model has recurrent layers.
     """
     if plan.trees and model.events is not None:
         raise PlanError(
@@ -66,7 +66,8 @@ def open_store(plan: ChunkPlan, pools: Pools) -> KVStore:
 
 
 def trained_pieces(plan: ChunkPlan) -> dict[int, list[int]] | None:
-    """Return for each cut sequence the pieces whose K,V gradients are kept; None: all pieces."""
+    """Return for each cut sequence the numbers of the pieces (one per chunk) whose K,V gradients
+    are kept; None: all pieces."""
     if not plan.sampled:
         return None
     return {
@@ -76,7 +77,7 @@ def trained_pieces(plan: ChunkPlan) -> dict[int, list[int]] | None:
 
 
 def chunk_pieces(plan: ChunkPlan, chunk: int) -> dict[int, Piece]:
-    """Return the chunk's slices of cut sequences: slice index -> piece."""
+    """Return a chunk's slices of cut sequences as pieces, by index of the slice in the chunk."""
     index_of = dict(plan.links[chunk])
     return {
         number: Piece(
@@ -104,7 +105,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """Implements `ops.attention.LayerKV` for one layer of a cell."""
+    """Implements `ops.attention.LayerKV` for one layer of one chunk."""
 
     cell: Cell
     layer: int
@@ -142,7 +143,7 @@ _MIN_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """Stands for a saved tensor whose storage is in the pool."""
+    """Placeholder for a saved tensor whose storage is in the pool."""
 
     handle: Handle
     shape: torch.Size
@@ -175,9 +176,11 @@ class SavedGraph:
                 # detached: a node that saves its own output would hold itself, and without a
                 # backward through it (the last norm, any node after an error) never be freed
                 return x.detach()
+            # with the version: a storage that changed in place between two saves needs two copies
             key = storage.data_ptr(), x._version, x.dtype
             if key not in sent:
                 with torch.no_grad():
+                    # the whole storage: all views of it share one copy
                     flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage)  # type: ignore[call-overload]
                     sent[key] = self.pool.put(flat), x
                 self._handles.append(sent[key][0])
@@ -208,7 +211,7 @@ class SavedGraph:
 
 @dataclass
 class Cell:
-    """One (chunk, stage); implements `models.attention.CellAttention` over the store."""
+    """One chunk at one stage; implements `models.attention.CellAttention` over the KV store."""
 
     rows: ChunkRows
     """The chunk's rows on this process."""
@@ -264,7 +267,7 @@ class Cell:
     ) -> Tensor:
         """Attend from q (N, T, H) to k and v (K, T, H) and the stored prefix; return (N, T, H).
 
-        `source`: the tensors that a model passes to several layers, if its layers share K,V."""
+        `source`: the tensors (K, V) that a model with shared K,V passes to several layers."""
         self.met.append(("attention", layer))
         place = layer - self.layers.start
         owner = layer if source is None else self._owner(layer, source, rule)
@@ -292,7 +295,8 @@ class Cell:
         return out
 
     def state_slices(self) -> list[SliceRows]:
-        """Return the chunk's slices, with whether a recurrent state enters and leaves each."""
+        """Return the chunk's slices, each with whether it starts from a stored recurrent state, and
+        whether a later chunk continues its state."""
         assert not self.rows.exchanged, "states on several processes"
         if self.rows.own is None:  # a dummy chunk: one token of no sequence
             return [SliceRows(0, slice(0, self.rows.num_rows), continues=False, is_continued=False)]
@@ -304,14 +308,15 @@ class Cell:
         return found
 
     def enter(self, layer: int, slice_index: int, x: Tensor) -> tuple[Tensor, States]:
-        """Return x (1, T, D) of a slice with a prefix, and the recurrent states that enter it."""
+        """Return the input x (1, T, D) of a slice that has a prefix, and the recurrent states after
+        that prefix. A backward sends the gradients of the states to the store."""
         piece, states = self.pieces[slice_index], self.store.states
         at = piece.seq_id, layer, piece.start
         return receive_states(x, states.read(at), partial(states.send, at))
 
     def leave(self, what: Pass, layer: int, slice_index: int, y: Tensor, states: States) -> Tensor:
-        """Store the recurrent `states` after a slice that later chunks continue; return its output
-        y (1, T, D), whose backward adds the gradients that they sent for the states."""
+        """Store the recurrent `states` after a slice that later chunks continue. Return its output
+        y (1, T, D), whose backward adds the gradients of the states from these chunks."""
         piece, store = self.pieces[slice_index], self.store.states
         at, kinds = (piece.seq_id, layer, piece.stop), tuple(states)
         if what.writes_kv:
@@ -323,20 +328,21 @@ class Cell:
         return send_states(y, tuple(states.values()), later_grads)
 
     def mixed(self, what: Pass, layer: int) -> None:
-        """Record that a layer's mixer has run; raises KVReady if the pass ends there."""
+        """Record that a layer's recurrent mixer has run; raises KVReady if the pass ends there."""
         self.met.append(("states", layer))
         if self._ends(what, ("states", layer)):
             raise KVReady
 
     def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Expansion) -> Tensor:
-        """Store the latents (T, W) of the layer's next `attend`, instead of the K,V that `expand`
-        makes of them, for slices that this process holds alone; return them for autograd."""
+        """Store latents (T, W), instead of the K,V that `expand` makes of them for the layer's next
+        `attend`, for slices that this process holds alone. Return the latents as a graph node."""
         own = self.rows.own
         if own is None:
             return latents
         view = LayerView(self, layer, writes=what.writes_kv)
         latents = store_latents(latents, own, view)
         ends = self._ends(what, ("attention", layer)) and layer == self.layers[-1]
+        # nothing would read the K,V that `attend` makes of the latents
         if ends and not self.rows.exchanged:
             self.met.append(("attention", layer))
             raise KVReady
@@ -347,13 +353,14 @@ class Cell:
         return latents
 
     def begin_pass(self, what: Pass) -> None:
-        """Prefetch the saved attention of the first layer."""
+        """Forget which layers have run, and prefetch the first layer's saved attention output."""
         self.met.clear()
         if what.remembered:
             self._prefetch(self.layers.start)
 
     def require_met(self, name: str) -> None:
-        """Raise UnsupportedModelError unless the pass ran each layer's events once, in order."""
+        """Raise UnsupportedModelError unless the pass ran the attention or recurrent mixer of each
+        layer once, in order. `name`: the model's class, for the message."""
         for kind in ("attention", "states"):
             met, layers = (
                 [layer for own, layer in events if own == kind]
@@ -373,11 +380,12 @@ class Cell:
                 )
 
     def _ends(self, what: Pass, event: TokenMixing) -> bool:
-        """Whether `event` is the last one of a pass that ends at the last K,V."""
+        """Whether the pass computes up to the last K,V only, and `event` (the attention or
+        recurrent mixer of a layer) is where it ends."""
         return what.computes == "to last kv" and event == self.events[-1]
 
     def saving(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context manager: offload tensors that autograd saves to `saved`, if it is set."""
+        """Context manager: offload what autograd saves, if the plan offloads this cell's graph."""
         if self.saved is None:
             return nullcontext()
         return self.saved.saving((*model.parameters(), *model.buffers()))
@@ -388,7 +396,7 @@ class Cell:
 
     def forget(self) -> None:
         """Free the graph and the saved attention, after the backward."""
-        self.output = None
+        self.output = None  # first: the graph refers to the pool's copies
         if self.saved is not None:
             self.saved.drop()
         self.end_pass()
@@ -401,11 +409,12 @@ class Cell:
     def _owner(self, layer: int, source: tuple[Tensor, Tensor], rule: AttentionRule) -> int:
         """Return the first layer that attends to the same K,V tensors, `source`, by the same rule.
 
-        It is found in the cell's first pass, where layers run in order and shared tensors are
-        alive, and reused by all later passes.
+        It is determined in the cell's first pass, where layers run in order and shared tensors are
+        alive. Later passes reuse the answer.
         """
         if layer not in self._owners:
             key, value = source
+            # weak references: another tensor may get the id of a freed one
             same = (
                 owner
                 for owner, (keys, values, own_rule) in self._sources.items()
@@ -417,7 +426,7 @@ class Cell:
         return self._owners[layer]
 
     def _recalled(self, what: Pass, layer: int) -> SavedAttention:
-        """Return the layer's saved attention, and prefetch that of the next layer."""
+        """Return the layer's saved attention output, and prefetch that of the next layer."""
         self.end_pass()  # the layer before is done with its leases
         leases = [self.attention.get(handle) for handle in self.saved_attention[layer]]
         # a RebuildKV may run while the graph is alive, and must not release its leases

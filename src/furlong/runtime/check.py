@@ -1,32 +1,33 @@
 """The start-up self-check: does the model compute the same in chunks as in its own forward?
 
-Random sequences are computed whole by the model itself, and by the executor with a plan of three
+The model itself computes random sequences whole; the executor computes them with a plan of three
 chunks, one of which drops its graph and recomputes it. Compared are
 
-- of a sequence of a few tokens, whose tail shares a chunk with another one: final hidden states,
-  and the gradient with respect to the input embeddings of a loss at the last tokens only. Gradients
-  of the first chunks' embeddings then come through K,V that later chunks read, and only so;
-- the short sequence's logits, where chunks compute a few rows at a time.
+- for a long sequence of a few tokens, cut into the chunks: final hidden states, and the gradient of
+  a loss at the last tokens with respect to the input embeddings. The gradient of the first chunks'
+  embeddings then comes only through K,V that later chunks read;
+- for a short sequence in the last of these chunks: logits, which chunks compute a few rows at a
+  time.
 
 Pipeline stages are then compared with a single stage of all layers, with a plan that retains graphs
-from stage to stage and with a layer-first one.
+from stage to stage and with one that finishes each stage before the next (layer-first).
 
 A tiny twin has the model's class and config, but few heads, small widths, short lengths, random
 float64 weights and, if no stages are checked, few recurrent layers of each kind: the same code, in
 a fraction of a second. It is checked
-- in addition to a model in 16 bits, whose bound is wide: twice what its own whole run moves when
-  attention is rounded once more, which may route a token to another expert;
-- in addition to a model whose windows, attention blocks or temperatures matter only beyond the few
-  tokens;
-- instead of a model of which a process holds one stage: every process makes the same twin, whole,
-  and as stages with the layers that the processes hold.
+- in addition to a model in 16 bits, whose bound is wide: twice what its own whole run changes when
+  attention outputs are rounded differently, which may route a token to another expert;
+- in addition to a model whose windows, attention blocks or temperatures matter only at lengths
+  beyond these few tokens;
+- instead of a model of which each process holds one stage: every process makes the same twin, and
+  compares it whole and in stages with the layers that the processes hold.
 
 Gradients of a whole model are insensitive to recurrent layers: a dropped state may change them by
 less than float32 rounding. So one mixer of each kind runs as a stage by itself on random hidden
 states, whole and in chunks, one of a single token. The loss is at the last chunk, and gradients are
 compared at rows that reach it only through the recurrent state: those before the convolution's
-reach. On a CPU this is skipped for families with a row in `furlong.families` on releases of
-transformers named there, which tests have compared. Other releases may differ in code, other
+reach. On a CPU this is skipped for the recurrent families, and the releases of transformers, that
+`furlong.families` lists and this project's tests compare. Other releases may differ in code, other
 devices in kernels.
 
     T tokens, D hidden size, K tokens that a convolution joins
@@ -111,15 +112,15 @@ def self_check(
     parameters. It changes no `.grad`, buffer or generator.
 
     Args:
-        heights: Layers of each stage. With several, these stages are compared with a single one,
-            and a whole model must have passed the other check before. None: chunks are compared
+        heights: Number of layers per stage. Several stages are compared with a single one,
+            for which a whole model must have passed the check before. None: chunks are compared
             with the model's own forward.
         compute_dtype: The dtype that sharded weights are gathered in; None: the parameters'.
-        agree: See `Agree`.
+        agree: Maps this process's errors by name to those that all processes decide by.
 
     Raises:
-        UnsupportedModelError: For a model that differs in chunks, computes values that are not
-            finite, or changes a buffer in its forward.
+        UnsupportedModelError: For a model that gives other results in chunks, computes values that
+            are not finite, or changes a buffer in its forward.
     """
     check_packed_linears(model)
     whole = (model.num_layers,)
@@ -190,8 +191,8 @@ def check_packed_linears(model: HFDecoder) -> None:
 
 
 def _twins(model: HFDecoder, compute_dtype: torch.dtype | None = None) -> list[HFDecoder]:
-    """Return [a tiny twin] if checking the model itself is not enough, else []. Without a twin,
-    raise only if long sequences matter."""
+    """Return [a tiny twin] if checking the model itself is not enough, else []. If no twin can be
+    built, raise for a model that changes at longer lengths (`hides_lengths`), else return []."""
     try:
         weights = model.base.parameters()
         dtypes = {(p.is_floating_point() and compute_dtype) or p.dtype for p in weights}
@@ -207,7 +208,7 @@ def _twins(model: HFDecoder, compute_dtype: torch.dtype | None = None) -> list[H
 
 
 def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
-    """Return the largest error of a model in chunks."""
+    """Return the largest relative error of a model in chunks."""
     with _settled(model), cut_embeddings(model) as leaves:
         trial = _Trial(model, backend, leaves, agree)
         with _refused(model, *_WHOLE):
@@ -228,10 +229,11 @@ def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
 
 
 def _compare(trial: _Trial, truth: Run) -> tuple[dict[str, float], float]:
-    """Return the errors of a run in chunks, and their bound.
+    """Return the relative errors of a run in chunks by name, and the bound for them.
 
     Rounding can change a router's choice in 16 bits, and gradients in float32 if weights are large.
-    So a run above the bound is repeated with other roundings: a real difference remains in all.
+    So a run above the bound is repeated with other roundings, and the least error of each name
+    counts: a real difference remains in all runs.
     """
     model, errors = trial.model, trial.differences(trial.chunked(), truth)
     dtype = truth[GRADIENTS].dtype
@@ -276,8 +278,8 @@ def _rounded_again(model: HFDecoder, *, seed: int) -> Iterator[None]:
 
 
 def _has_known_mixers(model: HFDecoder) -> bool:
-    """Whether tests have compared the model's mixers: those of a family with a row, in a tested
-    release of transformers, on a CPU."""
+    """Whether this project's tests cover the model's recurrent mixers: of a family with recurrent
+    layers in `furlong.families`, in a tested release of transformers, on a CPU."""
     kinds = {type(mixer.module).__module__ for mixer in model.probed.mixers}
     is_theirs = all(module.startswith("transformers.") for module in kinds)
     is_known = is_theirs and family_of(model.config.model_type).recurrent != "none"
@@ -289,8 +291,8 @@ def _check_cuts(
     model: HFDecoder, parts: Sequence[HFDecoder], backend: Backend, heights: Sequence[int],
     agree: Agree = dict,
 ) -> float:  # fmt: skip
-    """Return the largest error of stages of `heights` layers against a single stage, in chunks.
-    `parts`: a model with the layers of each stage.
+    """Return the largest relative error, in chunks, of stages of `heights` layers against a single
+    stage. `parts`: for each stage a model that holds its layers.
 
     Raises UnsupportedModelError for a decoder that passes more than hidden states between layers.
     """
@@ -315,8 +317,8 @@ def _within(
     model: HFDecoder, errors: dict[str, float], most: float, told: str,
     where: str = "causal attention only",
 ) -> list[float]:  # fmt: skip
-    """Return the errors; raise UnsupportedModelError if one is above `most`. `told`: the fault, a
-    format string for the compared quantity; `where`: how tokens may interact."""
+    """Return the errors; raise UnsupportedModelError if one is above `most`. `told`: the fault in
+    words, with {} for the quantity's name; `where`: the layers in which tokens may interact."""
     for name, error in errors.items():
         if not error <= most:
             raise check_failure(
@@ -330,7 +332,7 @@ def _within(
 @contextmanager
 def _settled(model: HFDecoder) -> Iterator[None]:
     """Context manager: put a model that draws random numbers into eval mode. Raises
-    UnsupportedModelError for one that fails in its own forward, or changes a buffer in it."""
+    UnsupportedModelError for a model whose own forward fails or changes a buffer."""
     before = RNGState.read(model.device)
     buffers = [
         (path, module, name, buffer, buffer.clone())
@@ -375,10 +377,11 @@ def random_ids(model: HFDecoder, lens: Sequence[int]) -> list[Tensor]:
 
 
 def differences(given: Run, truth: Run) -> dict[str, float]:
-    """Return relative L2 errors by name. That of gradients is the largest of any piece of the long
-    sequence: a dropped relay loses the first piece's, which may be a small part of the whole.
+    """Return relative L2 errors by name. The error of gradients is the largest over the long
+    sequence's pieces (one per chunk): if gradients are not relayed from chunk to chunk, those of
+    the first piece are wrong, but may be a small part of the whole.
 
-    The norm of a piece counts as at least a millionth of the whole gradient's.
+    The norm of a piece counts as at least a millionth of the whole gradient's norm.
     """
     errors = {name: relative_error(given[name], truth[name]) for name in truth}
     grad, own = given[GRADIENTS], truth[GRADIENTS]
@@ -390,7 +393,7 @@ def differences(given: Run, truth: Run) -> dict[str, float]:
 @contextmanager
 def cut_embeddings(*models: HFDecoder) -> Iterator[list[Tensor]]:
     """Context manager: detach the outputs of the models' input embeddings. With gradients enabled,
-    each becomes a leaf, which is appended to the yielded list."""
+    each output becomes a leaf, which is appended to the yielded list."""
     leaves: list[Tensor] = []
     with ExitStack() as stack:
         for module in dict.fromkeys(model.base.get_input_embeddings() for model in models):
@@ -400,7 +403,7 @@ def cut_embeddings(*models: HFDecoder) -> Iterator[list[Tensor]]:
 
 
 def _cut(leaves: list[Tensor], x: Tensor) -> Tensor:
-    """Return x or, with gradients enabled, a copy of a new leaf, appended to `leaves`."""
+    """Return x or, with gradients enabled, a copy of x; the copy's leaf is appended to `leaves`."""
     if not torch.is_grad_enabled():
         return x
     leaves.append(x.detach().requires_grad_())
@@ -417,7 +420,7 @@ class _Trial:
     agree: Agree = dict
 
     def differences(self, given: Run, truth: Run) -> dict[str, float]:
-        """Return the errors of `differences`, agreed on by all processes."""
+        """Return the errors by name, computed by `differences`, that all processes decide by."""
         return self.agree(differences(given, truth))
 
     def whole(self) -> Run:
@@ -438,7 +441,7 @@ class _Trial:
         """Return the tensors to compare from chunks and stages of `heights` layers. Each stage runs
         all chunks before the next one, so anything but hidden states that layers pass is lost.
 
-        `parts`: a model with the layers of each stage; without it, a single stage.
+        `parts`: for each stage a model that holds its layers; if empty, a single stage.
         """
         parts, heights = parts or [self.model], heights or [self.model.num_layers]
         ids = _ids(self.model)
@@ -486,10 +489,10 @@ class _Trial:
 def plan_chunks(
     lens: Sequence[int], cut_at: Sequence[int], heights: Sequence[int], order: Order = "chunk-first"
 ) -> ChunkPlan:
-    """Return a plan of one cut sequence, whose tail shares its chunk with whole sequences.
+    """Return a plan of one cut sequence, whose last piece shares its chunk with whole sequences.
 
     Chunk-first, even chunks retain their graph, and odd ones are recomputed with keep="attention".
-    Layer-first, all are recomputed, but for those whose backward follows their forward.
+    Layer-first, all chunks are recomputed, except where a backward directly follows its forward.
     """
     pieces = [Slice(0, start, stop) for start, stop in pairwise(cut_at)]
     others = (Slice(i, 0, lens[i]) for i in range(1, len(lens)))
@@ -506,12 +509,12 @@ def plan_chunks(
 
 
 class TrialHead(OutputHead):
-    """A head that outputs hidden states in their backward; the first sequence has a gradient."""
+    """A head whose backward outputs hidden states; only the first sequence has a gradient."""
 
     def __init__(
         self, model: HFDecoder, batch: Batch, cotangent: Callable[[Tensor], Tensor]
     ) -> None:
-        """`cotangent`: function of hidden states to the first sequence's gradient (T, D)."""
+        """`cotangent`: maps hidden states to the first sequence's output gradient (T, D)."""
         super().__init__(model, batch, None, nullcontext, is_rounded=False)
         self._cotangent = cotangent
 
@@ -522,7 +525,7 @@ class TrialHead(OutputHead):
 
 
 def cuts(length: int) -> list[int]:
-    """Return cut positions, 0 and `length` among them; the last piece has all loss tokens."""
+    """Return where a sequence is cut, with 0 and `length`; its last piece has all loss tokens."""
     tail = max(1, length - max(_LOSS_TOKENS, length // 4))
     return sorted({0, length // 3, tail, length})
 
@@ -542,7 +545,7 @@ def random_like(x: Tensor) -> Tensor:
 
 
 def tiny_twin(model: HFDecoder, *, all_layers: bool = True) -> HFDecoder:
-    """Return a tiny twin of the whole model, in float64 on the CPU, in the model's mode."""
+    """Return a tiny twin of the whole model, in float64 on the CPU, in its train or eval mode."""
     longest = model.max_seq_len
     is_text = model.base.config is model.config  # a subclass of a family's has its own code
     make: Any = type(model.base)._from_config if is_text else AutoModelForCausalLM.from_config
@@ -595,8 +598,8 @@ _LEAST_SHARE = 1e-3
 
 
 def mixer_errors(model: HFDecoder, backend: Backend, agree: Agree = dict) -> list[float]:
-    """Return the largest relative error of each kind of mixer. Raises UnsupportedModelError for one
-    that differs in slices. Mixers in 16 bits are compared in float32."""
+    """Return the largest relative error in slices of each kind of recurrent mixer, in float32 for
+    mixers in 16 bits. Raises UnsupportedModelError if one is too large."""
     kinds = {type(mixer.module): mixer for mixer in reversed(model.probed.mixers)}
     if not kinds:
         return []
@@ -645,7 +648,7 @@ def _whole_mixer(called: Called, x: Tensor) -> tuple[tuple[Tensor, Tensor], int]
 
 
 class _MixerStage:
-    """A stage of one mixer, whose input is `x` (1, T, D)."""
+    """A stage of one recurrent mixer, whose input is `x` (1, T, D)."""
 
     def __init__(self, called: Called, x: Tensor, leaves: list[Tensor]) -> None:
         layer = called.mixer.layer
@@ -666,7 +669,7 @@ class _MixerStage:
 def _mixer_in_chunks(
     model: HFDecoder, called: Called, x: Tensor, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Return output and input gradient (T, D) of one sequence in chunks; see `_whole_mixer`."""
+    """Return a mixer's output and input gradient (T, D) for one sequence in chunks."""
     length, leaves = sum(_LENS), list[Tensor]()
     plan = plan_chunks([length], list(accumulate(_LENS, initial=0)), [1])
     ids = torch.zeros(length, dtype=torch.int64, device=model.device)
@@ -708,7 +711,8 @@ _AS_TWIN = (
 
 @contextmanager
 def _refused(model: HFDecoder, what: str, *others: str) -> Iterator[None]:
-    """Context manager: raise what a family's code raises as `check_failure` does."""
+    """Context manager: raise an error of the model's code as an UnsupportedModelError. `what`: the
+    fault in words; `others`: what is required and, if not the default, what to change."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
 """The executor runs one rank's actions in the order of the plan, and decides nothing itself.
 
-Hidden states between stages, and their gradients, are stored in the pool `offload.inputs`, keyed as
-messages: the payload, the chunk, and the stage that it leaves.
+Hidden states between stages, and their gradients, are stored in the pool `offload.inputs`. Their
+key is that of a message: (payload, chunk, stage that the tensor comes from).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Message = tuple[Payload, int, int]
 
 
 class Layers(Protocol):
-    """The layers of a cell: a `models.decoder.Stage`, or a single mixer in the self-check."""
+    """The layers that a stage runs: a `models.decoder.Stage`, or one mixer in the self-check."""
 
     layers: range
 
@@ -61,7 +61,7 @@ class Layers(Protocol):
 
 
 class _Entered(torch.autograd.Function):
-    """Identity whose output is no view of the leaf: hooks and layers may change it in place."""
+    """Identity whose output, no view of the leaf, may be changed in place by hooks and layers."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class _Entered(torch.autograd.Function):
 
 
 class Executor:
-    """One plan on one rank, checked. `run` it once: it accumulates gradients of loss / divisor."""
+    """Runs one rank's actions of a checked plan, once, for gradients of loss / num_valid_tokens."""
 
     def __init__(
         self,
@@ -98,15 +98,15 @@ class Executor:
         """
         Args:
             num_valid_tokens: The divisor of the loss, in tokens.
-            rank: The list of `plan.actions` to run.
-            num_labels: Labels of the whole batch, where `batch.num_labels` is None.
+            rank: Index of the list of `plan.actions` to run.
+            num_labels: Number of labels of the whole batch, if `batch.num_labels` is None.
             process: Number of this process in the sequence-parallel group that runs the list.
             exchange: All-to-all of that group; None for a group of one.
             head: Consumer of final hidden states, by default the loss.
             modes: Makes the context manager that passes run in, such as an autocast.
             stages: Layers to run instead of `model.stages(plan.stages)`.
-            embedded: Returns the leaf (1, T, D) that a chunk's first stage began with.
-                Backwards then end at stage inputs, and no weight gets a gradient.
+            embedded: Returns the leaf (1, T, D) that was a chunk's input embeddings. If given,
+                backwards end at stage inputs, and no weight gets a gradient.
         """
         comms.accept(plan)
         check(plan)
@@ -179,15 +179,16 @@ class Executor:
             if stop == len(self._actions):
                 left = self._cells or self._hidden or self._outbox
                 assert not left and not self._store.num_buffers, "cells, messages or K,V are left"
-        except BaseException:
+        except BaseException:  # an interrupt, too: later calls use the same pools
             self.abandon()
             raise
 
     def skip(self, chunks: frozenset[int]) -> None:
-        """Free chunks that get no backward, and skip their further actions. Single stage only.
-        `chunks` includes every later chunk that reads their K,V."""
+        """Free the cells of chunks that get no backward, and skip their other actions. Single stage
+        only. `chunks` must include every later chunk that reads the K,V of one of them."""
         self._skipped = chunks
         for chunk in chunks:
+            # at once: every chunk that would read these K,V is skipped, too
             self._free_kv(chunk, 0)
             self._cells.pop((chunk, 0)).forget()
 
@@ -229,6 +230,7 @@ class Executor:
         at = action.chunk, action.stage
         if isinstance(action, Forward):
             self._cells[at] = self._open(*at)
+            # a forward that computes nothing draws nothing: the Recompute is the first to draw
             if what.computes != "nothing":
                 self._cells[at].rng = RNGState.read(self._model.device)
         cell = self._cells[at]
@@ -249,15 +251,17 @@ class Executor:
                         cell.saved = SavedGraph(self._graphs)  # a recomputed one is used at once
                     with torch.enable_grad(), cell.saving(self._model.model):
                         cell.output = self._run(cell, at, what)
+                    # after the run, in which the embedding makes the leaf
                     if self._embedded is not None and action.stage == 0:
                         cell.x = self._embedded(action.chunk)
+                    # a Recompute's output was delivered by its Forward
                     if isinstance(action, Forward):
                         self._deliver(("activation", *at), cell.output)
         if what.computes != "graph":
             cell.end_pass()
 
     def _run(self, cell: Cell, at: tuple[int, int], what: Pass) -> Tensor:
-        """Return the stage's output (T, D); raises KVReady where a pass ends at the last K,V."""
+        """Return the stage's output (T, D); raises KVReady if the pass ends at the last K,V."""
         chunk, stage = at
         own = self._inputs_of(chunk)
         before = RNGState.read(self._model.device)
@@ -302,7 +306,8 @@ class Executor:
         return chunk_targets(self._inputs_of(chunk).rows, self._batch, self._model.device)
 
     def _deliver(self, message: Message, x: Tensor) -> None:
-        """Store a stage's output or input gradient (T, D) for a stage of this rank, or a Send."""
+        """Store a stage's output or input gradient (T, D): for a pass, if the neighbouring stage is
+        on this rank, else for a Send."""
         payload, chunk, stage = message
         stage += 1 if payload == "activation" else -1
         if (chunk, stage) in self._own:
@@ -320,7 +325,7 @@ class Executor:
             self._between.drop(handle)
 
     def _expect_for(self, action: Action) -> None:
-        """Prefetch the hidden states or gradient that an action reads, if they are here."""
+        """Prefetch the hidden states or gradient that an action reads, if this rank holds them."""
         handle = None
         match action:
             case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
@@ -347,6 +352,7 @@ class Executor:
             self._pull(action, cell, lease.tensor)
             lease.release()
             self._between.drop(handle)
+        # the graph is freed before the gradient is stored, for a lower peak
         cell.forget()
         self._drop_input(chunk, stage)
         if stage > self._plan.frozen_stages:

@@ -53,8 +53,8 @@ class LossHead:
         """Labels evaluated on this process."""
 
     def evaluate(self, hidden: Tensor, targets: ChunkTargets) -> None:
-        """Add a chunk's loss from final hidden states (T, D), without a graph, and store its token
-        losses."""
+        """Add a chunk's loss to the step's from final hidden states (T, D), without a graph, and
+        store its token losses."""
         extras = self._batch.extras_of(targets)
         values = self._tiled.forward(hidden, targets.labelled_rows, targets.labels, extras)
         if values is None:
@@ -94,10 +94,10 @@ class LossHead:
     def total(
         self, num_valid_tokens: int | None, add_up: Callable[[Tensor], Tensor]
     ) -> tuple[float, int]:
-        """Return the summed loss of all ranks, and its number of labels.
+        """Return the summed loss and the number of labels of all ranks.
 
-        With the loss of sampled chunks only, it is their mean, weighted as in the gradient, times
-        `num_valid_tokens`; NaN if no sampled chunk has a label. `add_up`: all-reduces a tensor."""
+        If the plan computes the loss of sampled chunks only, return their mean loss, weighted as in
+        the gradient, times `num_valid_tokens`; NaN without labels. `add_up`: an all-reduce."""
         counts = [0.0, self._num_counted, self.num_labels]
         own = sent_to(self.loss_sum.device, torch.tensor(counts, dtype=torch.float64, device="cpu"))
         own[0] = self.loss_sum
@@ -123,7 +123,7 @@ class LossHead:
         return sent_to(targets.labels.device, of_all)
 
     def _require_gradient(self, hidden: Tensor) -> None:
-        """Raise ConfigError if the head, too, has no trained parameter."""
+        """Raise ConfigError if neither `hidden` nor its logits depend on a trained parameter."""
         with torch.enable_grad():
             logits = self._model.logits(hidden[:1].detach())
         if not logits.requires_grad:
@@ -184,7 +184,7 @@ class OutputHead:
     def gradient(
         self, hidden: Tensor, targets: ChunkTargets, loss_factor: float, num_valid_tokens: int
     ) -> Tensor:
-        """Return the gradient (T, D) with respect to `hidden`, from the outputs' `cotangents`."""
+        """Return the gradient (T, D) for `hidden`, from the outputs' gradients, `cotangents`."""
         self.num_labels += len(targets.labels)
         again = [self._projected(hidden.detach())]
         if self._tiled is None:
@@ -214,7 +214,7 @@ class OutputHead:
         return gradient
 
     def no_rows(self, hidden: Tensor) -> None:
-        """See `LossHead`; without a function the head is not used."""
+        """Do what `LossHead.no_rows` does, unless hidden states are output, which use no head."""
         if self._tiled is not None:
             _end_without_rows(self._model, hidden)
 
@@ -226,14 +226,14 @@ class OutputHead:
         return 0.0, int(add_up(torch.tensor([own], device="cpu")))
 
     def finish(self) -> list[Tensor]:
-        """Return the outputs of each sequence and drop them here: the graph of an output would
-        otherwise keep it alive."""
+        """Return the outputs of each sequence and keep no reference: the graph of an output, which
+        holds this object, would keep the output alive."""
         found, self._outputs = self._outputs, []
         return found
 
     def require_unmoved(self, dtype: torch.dtype) -> None:
         """Raise ConfigError if hidden states or values differ between the two phases by more than
-        rounding. `dtype`: of the weights."""
+        rounding. `dtype`: the weights' dtype."""
         bound = 5e-2 if self._is_rounded else _MOST_MOVED.get(dtype, 5e-2)
         if not self._moved:
             return
@@ -250,7 +250,7 @@ class OutputHead:
                 )
 
     def _own_cotangents(self, targets: ChunkTargets) -> Tensor:
-        """Return the cotangents (R, ...) of a chunk's labels; zeros for sequences without one."""
+        """Return output gradients (R, ...) at a chunk's labels; zeros for sequences without any."""
         like = next(own for own in self.cotangents if own is not None)
         found = []
         for index, tokens in targets.tokens:
@@ -263,7 +263,7 @@ class OutputHead:
         return torch.cat(found)
 
     def _output(self, index: int, like: Tensor) -> Tensor:
-        """Return a sequence's output tensor; its entries have shape and dtype as in `like`."""
+        """Return a sequence's output tensor, with the dtype and trailing shape of `like`."""
         if not self._outputs:
             self._outputs = [like.new_zeros((n, *like.shape[1:])) for n in self._batch.seq_lens]
         return self._outputs[index]
@@ -300,14 +300,15 @@ def _weighted(function: TokenFunction, logits: Tensor, labels: Tensor, extras: E
 
 
 def _by_run(targets: ChunkTargets, values: Tensor) -> Iterator[tuple[tuple[int, Tensor], Tensor]]:
-    """Split values (R, ...) of a chunk's labels by its runs; yield (run, values)."""
+    """Split `values` (R, ...) of a chunk's labels by runs of tokens of one sequence. Yield ((index
+    of the sequence, indices of its tokens), values) for each run."""
     lens = [len(tokens) for _, tokens in targets.tokens]
     return zip(targets.tokens, values.split(lens), strict=True)
 
 
 def _moved(then: Tensor, now: Tensor, least: float) -> Tensor:
-    """Return the norm of `now - then`, relative to the norm of `then`, at least `least`. Equal
-    infinities, and two NaNs, differ by 0."""
+    """Return the norm of `now - then` divided by the norm of `then`, or by `least` if that is
+    larger. Equal infinities, and two NaNs, differ by 0."""
     same = (now == then) | (now.isnan() & then.isnan())
     known = torch.where(then.isfinite(), then, 0)
     return torch.where(same, 0, now - then).norm() / known.norm().clamp(min=least)

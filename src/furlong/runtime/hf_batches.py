@@ -36,7 +36,7 @@ def read_padded(
             nor cache a sequence begins wherever positions do not increase by 1, as in transformers.
         labels: (B, T), unshifted, if any.
         has_cache: Whether transformers would make a cache.
-        model_type: Of the model that reads the batch.
+        model_type: `config.model_type` of the model that reads the batch.
 
     Returns:
         The sequences, and the flat index of each one's first token in (B * T).
@@ -82,7 +82,7 @@ def read_padded(
 
 
 def labels_of_padding(labels: Tensor, attention_mask: Tensor) -> int:
-    """Return how many of the unshifted labels (B, T) padding tokens predict."""
+    """Return how many of the unshifted labels (B, T) are predicted from padding tokens."""
     return int(((labels[:, 1:] != IGNORE_INDEX) & (attention_mask[:, :-1] == 0)).sum())
 
 

@@ -29,7 +29,7 @@ def compute_parameters(
     summed in float32 or wider, and added to `.grad` on exit, rounded once.
 
     Args:
-        compute_dtype: None: each parameter's dtype.
+        compute_dtype: The leaves' dtype; None: each parameter's.
         unchanged: Parameters that keep their dtype.
         returned: If given, all gradient sums go there, keyed by id(parameter), and no `.grad` is
             changed.
@@ -76,7 +76,7 @@ def compute_parameters(
 def added_gradients(
     parameters: Iterable[nn.Parameter], *, keeps_zeros: bool = False
 ) -> Iterator[None]:
-    """Context manager for a step: after an error, parameters that had no `.grad` have none.
+    """Context manager for a step: on an error, parameters that had no `.grad` lose it again.
 
     `keeps_zeros`: trained parameters without a gradient get zeros, as a sampled plan needs: an
     optimizer would skip them otherwise."""
@@ -109,7 +109,7 @@ def gradients_apart(parameters: Sequence[nn.Parameter], found: dict[int, Tensor]
 
 
 def _is_narrow(parameter: nn.Parameter) -> bool:
-    """Whether gradients need a wider sum than `.grad`, which is added to it on exit."""
+    """Whether a parameter's gradients are summed in a wider dtype, and added to `.grad` on exit."""
     return parameter.dtype.itemsize < 4
 
 
@@ -123,7 +123,7 @@ def _add(parameter: nn.Parameter, leaf: Tensor) -> None:
 
 
 def _sum(sums: dict[int, Tensor], key: int, leaf: Tensor) -> None:
-    """Move the gradient of a leaf to a float32 or wider sum."""
+    """Move the gradient of a leaf to `sums[key]`, which is float32 or wider."""
     assert leaf.grad is not None
     if key in sums:
         sums[key].add_(leaf.grad)
@@ -133,7 +133,7 @@ def _sum(sums: dict[int, Tensor], key: int, leaf: Tensor) -> None:
 
 
 def _added(parameter: nn.Parameter, total: Tensor) -> Tensor:
-    """Add a sum to `.grad` in place, as autograd does; return it."""
+    """Add `total` to `.grad` in place, as autograd does; return the new `.grad`."""
     grad = parameter.grad
     if grad is None:
         return total.to(_grad_dtype(parameter))

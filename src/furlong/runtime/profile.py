@@ -67,12 +67,12 @@ class ProcessHeap:
 
     malloc keeps free blocks between longer-lived ones, such as saved attention outputs, so the heap
     would grow with every action. Blocks from 2 MiB on are therefore mapped, and returned to the
-    system when freed, at the price of page faults; a process-wide setting. The threshold is 128 KiB
-    (`maps_small`) in a step that offloads, and with adapters, whose small blocks lie between those
-    of a graph, which memalign then does not reuse (93 instead of 156 MiB for 1/4 more CPU seconds,
-    at 512 tokens of hidden size 512). When a step has grown by 4 MiB above the most that it held
-    after a trim, free memory is trimmed. A user's malloc settings are respected. Nothing is done if
-    actions are measured: the page faults of one would count as seconds of the next.
+    system when freed, at the price of page faults; a process-wide setting. With `maps_small` this
+    holds from 128 KiB on: for a step that offloads, and with adapters, whose small blocks lie
+    between the blocks of a graph, so that memalign does not reuse these (93 instead of 156 MiB for
+    1/4 more CPU seconds, at 512 tokens of hidden size 512). When a step has grown by 4 MiB above
+    the most that it held after a trim, free memory is trimmed. A user's malloc settings are
+    respected. Nothing is done if actions are measured: page faults would count as later seconds.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ _RESET_PEAK_RSS = "5"
 
 
 class MemoryMeter:
-    """Peak bytes of consecutive stretches of work."""
+    """Measures the peak bytes of consecutive stretches of work."""
 
     def __init__(self, device: torch.device, *, exact: bool) -> None:
-        """`exact`: reset the device's peak at each begin, which others may be reading. Else
-        a stretch's peak is the use at its ends, or a new overall peak."""
+        """`exact`: reset the device's peak at each begin, although other code may read it. Else a
+        stretch's peak is the use at its begin or end or, if it has risen, the overall peak."""
         self._device, self._exact = device, exact
         self._last: tuple[int, int] | None = None
         """(use, peak) in bytes at the end of the last stretch; kept, as reading takes time."""
@@ -175,7 +175,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def _status_bytes(key: str) -> int | None:
-    """Return an entry of /proc/self/status in bytes; None without one."""
+    """Return an entry of /proc/self/status in bytes; None if there is no such entry."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -75,9 +75,9 @@ def scan(given: nn.Module, base: nn.Module) -> ModelScan:
 
 
 def _put_in(own: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return a module's adapters, hooks and forward, if set on it, and whether it is compiled. Code
-    objects compare by value: addresses are reused, and a hook set anew for each step is the same.
-    """
+    """Return what is set on a module, by its `vars`: adapters, hooks, forward, and whether it is
+    compiled. Code objects compare by value: addresses are reused, and a hook that is set anew for
+    each step counts as the same."""
     hooks = tuple((kind, *map(_code, own[kind].values())) for kind in HOOKS if own[kind])
     forward = _code(own["forward"]) if "forward" in own else None
     return *_adapters(own), hooks, forward, own.get(COMPILED_CALL) is not None

@@ -1,6 +1,6 @@
-"""A caller's model between calls: wraps, checks and shards it, again whenever it has changed.
+"""A caller's model between calls: wrapped and checked anew whenever it has changed, sharded once.
 
-A change is one of the model's fingerprint, as after resizing, adding adapters, moving, casting,
+A model has changed if its fingerprint has, as after resizing, adding adapters, moving, casting,
 editing the config, or switching adapters or modes. Torch's modes are checked at each call: they are
 refused or, for an autocast, entered again around each pass.
 """
@@ -104,7 +104,7 @@ class ModelState:
     """Functions that free calls whose outputs were garbage-collected."""
 
     def drop(self, end: Callable[[], None]) -> None:
-        """Free a call's tensors by `end`: now, or after the running call."""
+        """Free a call's tensors by calling `end`: now, or after the call that is running."""
         self.dropped.append(end)
         self.sweep()
 
@@ -160,7 +160,7 @@ class ModelState:
         self.close_links()
 
     def close_links(self) -> None:
-        """Destroy the groups between stages."""
+        """Destroy the process groups between stages."""
         if self.pipeline is not None:
             self.pipeline.links.close()
             self.pipeline = None
@@ -172,7 +172,7 @@ class ModelState:
         return self.pools
 
     def open_pools(self, device: torch.device, storage: Storage | None) -> None:
-        """Create pools, unless there are some of this device, storage and (unforked) process."""
+        """Create pools, unless this process has created some for this device and storage."""
         if self.pools is not None:
             storage = storage or self.pools.storage
             is_own = self.pools.process == os.getpid()
@@ -228,7 +228,7 @@ class Session:
             ranks: The processes that make each call together; or `process_group`, for replicas
                 only. Neither: a single process.
             is_entered: See `HFDecoder`; the head is then the caller's.
-            offload_weights: See `Engine`, as for the others.
+            offload_weights: See `Engine`, also for the other arguments.
         """
         self.offload_weights = offload_weights
         self.given, self.storage, self._is_entered = given, storage, is_entered
@@ -265,11 +265,13 @@ class Session:
         *,
         takes_autocast: bool = False,
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Context manager for a call of all processes: wrap the model as it is now and, if it is
-        new, check and shard it; yield what they agree on. See `alone`.
+        """Context manager for a call of all processes: wrap the model and check it, if it has
+        changed. Yields (this process's result of `read`, values of all processes), as
+        `consensus.agree` returns.
 
         If one process raises an error, all do. Raises LinkError if an earlier call failed inside a
-        collective. `place`, `read`: see `consensus.agree`; if a model is new, all read once more.
+        collective. `place`: see `consensus.agree`. If a model has changed, all call `read` once
+        more.
         """
         self.state.refuse_nested()
         if self.state.is_broken:
@@ -309,8 +311,8 @@ class Session:
 
     @contextmanager
     def heard(self, place: str, *, by_all: bool = True) -> Iterator[None]:
-        """Context manager: tell waiting processes about an error; raise LinkError if another
-        process is lost. `by_all`: errors inside are raised on all processes anyway."""
+        """Context manager: report an error to processes that wait for this one; raise LinkError if
+        another process is lost. `by_all`: an error inside is raised on all processes anyway."""
         if (ranks := self.ranks) is None or ranks.num_processes == 1:
             yield
             return
@@ -431,8 +433,8 @@ class Session:
         return compute_parameters(self.scan.modules, dtype, unchanged=unchanged, returned=returned)
 
     def records(self) -> bool:
-        """Whether autograd records a forward: for a trained parameter, or a hook of a frozen model
-        that adds one, found by a forward of one token. Use it inside `call`."""
+        """Whether autograd records a forward: because a parameter is trained, or a hook makes
+        hidden states require gradients, as a forward of one token shows. Use it inside `call`."""
         if any(parameter.requires_grad for parameter in self.scan.parameters):
             return True
         if self.ranks is not None or not torch.is_grad_enabled():
@@ -479,7 +481,7 @@ class Session:
         return rows_on(self.model, plan, self.process)
 
     def comms(self, plan: ChunkPlan) -> Comms:
-        """Return the communication of this process for one plan."""
+        """Return the messages and collectives of this process for one plan."""
         model, messages = self.model, None
         if self.state.pipeline is not None:
             rows_of = self.rows_of(plan)
@@ -507,13 +509,14 @@ class Session:
         return ranks is not None and ranks.divides
 
     def lacks(self, heights: tuple[int, ...]) -> int:
-        """Return what this process lacks of the self-check for stages of `heights` layers."""
+        """Return, as bits, what this process lacks of the self-check for stages of `heights`
+        layers: the check itself, a probing forward."""
         lacks = _CHECK * (self._key(heights) not in self.state.checked)
         return lacks + _PROBE * ("probed" not in vars(self.model))
 
     def require_checked(self, heights: tuple[int, ...], lacking: Sequence[int]) -> None:
         """Run the self-check for stages of `heights` layers, if any process has not passed it.
-        `lacking`: what each process lacks, see `lacks`. A collective if any does."""
+        `lacking`: the result of `lacks` on each process. A collective if one is not 0."""
         key = self._key(heights)
         if not any(lacking):
             return
@@ -633,7 +636,7 @@ def refuse_mode() -> None:
 
 
 def refuse_call(module: nn.Module, _: object) -> None:
-    """Pre-hook of the model during a call, which never calls the model itself."""
+    """Refuse a user's call of the model while a call of furlong runs: a forward pre-hook."""
     raise called_within(module)
 
 

@@ -108,8 +108,8 @@ def batch_for(
 
 
 def along_paths(plan: ChunkPlan, batch: Batch) -> Batch:
-    """Return the batch with spans for sequences that branch. A branch's first label is predicted by
-    the last token of the prefix that the branch continues."""
+    """Return the batch with spans that follow the branches of the plan's sequences: a branch's
+    first label is predicted by the last token of the prefix that the branch continues."""
     planned = list(batch.planned)
     for seq_id in plan.trees.keys() & range(len(planned)):
         bounds = sorted(b for c in plan.groups[seq_id] for b in plan.bounds(seq_id, c))
@@ -232,8 +232,8 @@ def own_plan(
     *,
     backward: bool,
 ) -> tuple[tuple[Batch, ReplicaPlan], Facts, tuple[ReplicaPlan | None, int]]:
-    """Plan this replica's sequences, for `consensus.agree`; see `whole_plan`. `read` returns their
-    batch."""
+    """Plan this replica's sequences, which `read` returns as a batch. Return what `agree` takes:
+    ((batch, its plan), facts, (its plan if this process sends it, `Session.lacks`))."""
     batch, ranks = read(), session.ranks
     check_ranges(batch.sequences, session.model)
     planner = planner_of(session, options, backward=backward)
@@ -260,8 +260,8 @@ def whole_plan(
     own: tuple[Batch, ReplicaPlan],
     each: Sequence[tuple[ReplicaPlan | None, int]],
 ) -> tuple[ChunkPlan, Batch, range]:
-    """Join the plans of all replicas, brought by `own_plan`; return the plan, its batch, and the
-    seq_ids of this replica's sequences."""
+    """Join the plans of all replicas. `own`: the result of `own_plan` here; `each`: its values on
+    all processes. Return the joint plan, its batch, and the seq_ids of this replica's sequences."""
     (batch, found), ids = own, range(len(own[0].sequences))
     if session.ranks is not None:
         found, ids = join_brought(session.ranks, [planned for planned, _ in each])
@@ -299,8 +299,8 @@ def drawn_seed(plan: ChunkPlan, options: ChunkOptions) -> int | None:
 def with_draw(
     plan: ChunkPlan, options: ChunkOptions, seed: int | None, labelled: Collection[int] = ()
 ) -> ChunkPlan:
-    """Return the plan of the whole batch with the chunks that `seed` samples; unchanged if None.
-    The seed is equal on all processes. `labelled`: chunks with labels; see `spaco.sampled`."""
+    """Return the plan of the whole batch with backwards only of the chunks that `seed` samples;
+    unchanged if None. `seed` is equal on all processes. `labelled`: see `spaco.sampled`."""
     if options.sampling is None or seed is None:
         return plan
     return sampled(plan, replace(options.sampling, seed=seed), labelled)
@@ -316,8 +316,8 @@ def take_step(
     head: Callable[[HFDecoder, ChunkPlan, Batch], Head] = LossHead,
     **measuring: Unpack[Measuring],
 ) -> StepResult:
-    """Run a plan on its batch, on which all processes have agreed (`own_plan`, `facts_of_run`); if
-    one raises an error before the first action, all do.
+    """Run a plan on its batch, on which all processes have agreed (`own_plan`, `facts_of_run`). If
+    one process raises an error before the first action, all do.
 
     `head` makes the consumer of final hidden states. Other arguments: see `Engine.run`.
     """
@@ -365,8 +365,8 @@ def take_step(
 
 def _take_pinned(session: Session, plan: ChunkPlan) -> None:
     """Reserve the pinned memory of a plan before its first action: pinning 10 GB takes seconds.
-    Plans with at most the tokens of earlier ones reuse it. If the need cannot be predicted, or is
-    above `memory.cpu`, memory is pinned during the step."""
+    A plan with no more tokens than earlier ones reuses theirs. If the need cannot be predicted, or
+    is above `memory.cpu`, memory is pinned during the step."""
     model, pools = session.model, session.state.opened
     if model.device.type != "cuda" or "cpu" not in plan.offload.targets:
         return
@@ -390,7 +390,7 @@ def _take_pinned(session: Session, plan: ChunkPlan) -> None:
 def memory_of(
     session: Session, dtype: torch.dtype | None = None, room_bytes: int = 0
 ) -> PlanMemory | None:
-    """Return the memory model of a session's plans, computed in `dtype`, by default the session's;
+    """Return the memory model of a session's plans for passes in `dtype`, by default the session's;
     None for a config whose memory is not modelled. `room_bytes`: see `PlanMemory`."""
     model = session.model
     try:
@@ -405,7 +405,7 @@ def memory_of(
 def facts_of_run(
     session: Session, plan: ChunkPlan, batch: Batch, num_valid_tokens: int | None
 ) -> Facts:
-    """Return what all processes must agree on that run a given plan; see `take_step`."""
+    """Return the facts on which all processes that run a given plan must agree; see `take_step`."""
     divisor = divisor_of(num_valid_tokens, batch.num_labels)
     check_ranges(batch.sequences, session.model)
     if session.ranks is None:
@@ -433,8 +433,8 @@ def _require_frozen(session: Session, plan: ChunkPlan) -> None:
 
 
 def _require_stage(session: Session, plan: ChunkPlan, rank: int) -> None:
-    """Raise PlanError for layers of a rank that this process lacks in a pipeline, or whose weights
-    here are outdated."""
+    """Raise PlanError if, in a pipeline, this process lacks layers that `rank` runs, or has
+    outdated weights of them."""
     if session.state.pipeline is None:
         return
     model, before = session.model, session.state.trained_layers

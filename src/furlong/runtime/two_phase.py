@@ -1,4 +1,5 @@
-"""Token values as one autograd node: a plan in two phases on one process, two steps on several.
+"""Values per token, from which the caller makes a loss, as one autograd node: a plan in two phases
+on one process, two steps on several.
 
 On one process (`TwoPhases`) the node's forward runs all Forwards of a plan, and its backward runs
 the other actions with the output gradients from autograd. The parameters are inputs of the node,
@@ -8,10 +9,10 @@ that share the parameters' memory, so an error leaves every `.grad` unchanged, u
 gradients="added".
 
 Several processes (`TwoSteps`) evaluate in one step. The backward is another step, whose head takes
-the caller's gradients instead of a loss. No tensor is kept between the two, and each may have any
-layout, at the price of one more forward to the last K,V. The second step would draw other random
-numbers, so models that draw are refused. The gradient is that of the sum of all replicas' losses;
-the processes of a replica all compute the same loss.
+the caller's gradients instead of a loss. No tensor is kept between the steps, and each may have any
+layout of processes, at the price of one more forward up to the last K,V. The second step would draw
+other random numbers, so models that draw any are refused. The gradient is that of the sum of all
+replicas' losses; the processes of a replica all compute the same loss.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ GradientMode = Literal["returned", "added"]
 
 
 class TwoPhases:
-    """One call on one process, and the tensors kept from its forward to its backward. They are
-    freed if it is garbage-collected before a backward."""
+    """One call on one process, and the tensors kept from its forward to its backward. The tensors
+    are freed, too, if the call is garbage-collected without a backward."""
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class TwoPhases:
         state = session.state
         # separate pools: other calls may run, and fail, between the phases
         pools = state.opened.beside()
+        # divided by 1: the gradients are those of the caller's loss
         self._executor = Executor(
             self._model, plan, batch,
             num_valid_tokens=1, num_labels=1, backend=state.backend, pools=pools, comms=Comms(),
@@ -105,14 +107,16 @@ class TwoPhases:
         return self._at_forward.parameters
 
     def first(self) -> list[Tensor]:
-        """Run the forwards, in `Session.call`; return each sequence's outputs without a graph."""
+        """Run the forwards, in `Session.call`; return the outputs by sequence, without a graph."""
+        # in a plan of two phases all Forwards come before other actions
         forwards = sum(isinstance(action, Forward) for action in self._plan.actions[0])
         with self._session.computing():
             self._executor.advance(forwards, self._watch)
         return self._head.finish()
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return each parameter's gradient; None without one, or if it was added to `.grad`."""
+        """Run all other actions from the gradients of the outputs, `cotangents`. Return the
+        gradient of each parameter: None if it has none, or if it was added to `.grad`."""
         if not self._end.alive:
             raise _second_backward()
         returned: dict[int, Tensor] | None = {} if self._gradients == "returned" else None
@@ -128,6 +132,7 @@ class TwoPhases:
                 ):
                     self._executor.skip(_unused(self._plan, self._batch, cotangents))
                     self._executor.advance(len(self._plan.actions[0]), self._watch)
+            # only now has every chunk been computed a second time
             self._head.require_unmoved(self.parameters[0].dtype)
         finally:
             self._head.cotangents = ()
@@ -175,10 +180,11 @@ class TwoSteps:
         return self._at_forward.parameters
 
     def first(self) -> list[Tensor]:
-        """Evaluate; return each of this replica's sequences' outputs, on all its processes and
-        without a graph. Raises ConfigError, on all, if a backward will follow and the model drew
-        random numbers."""
+        """Run the evaluation; return the outputs of each sequence of this replica, without a graph
+        and whole on all its processes. Raises ConfigError, on all processes, if the model drew
+        random numbers and a backward will follow."""
         has_drawn = self._take(self._plan)
+        # `_records` is equal on all processes: all or none enter the collective
         if self._records and any(n for (n,) in all_gather_ints(self._ranks, [int(has_drawn)])):
             raise ConfigError(
                 given=f"token_values on {self._ranks.num_processes} processes of a model that draws"
@@ -192,7 +198,7 @@ class TwoSteps:
         return found
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `TwoPhases`; gradients are of this process's shards."""
+        """Do what `TwoPhases.second` does; gradients are those of this process's shards."""
         with self._session.call(self._place):
             return self._second(cotangents)
 
@@ -210,6 +216,7 @@ class TwoSteps:
         self._is_over = True
         like = next((own for own in cotangents if own is not None), self._like)
         lens = [self._batch.seq_lens[i] for i in self._own]
+        # zeros for outputs that the loss does not use: processes then compare the same tensors
         whole = [
             like.new_zeros((n, *like.shape[1:])) if own is None else own
             for n, own in zip(lens, cotangents, strict=True)
@@ -224,6 +231,7 @@ class TwoSteps:
             stack.enter_context(_modes_of(self._at_forward))
             if self._gradients == "returned":
                 stack.enter_context(gradients_apart(self.parameters, found))
+            # planned anew: the plan of the forward has no Backwards
             plan, *_ = self._planned(backward=True)
             self._take(plan)
         run_on_all(ranks, lambda: self._head.require_unmoved(self.parameters[0].dtype))
@@ -250,8 +258,8 @@ class TwoSteps:
         ).has_drawn
 
     def _of_all(self, found: Sequence[Tensor]) -> list[Tensor]:
-        """All-reduce the outputs, of which each process has computed some entries or none (zeros
-        elsewhere); return those of this replica's sequences."""
+        """All-reduce the outputs `found`, of which each process has computed some entries (zeros
+        elsewhere) or none; return the outputs of this replica's sequences."""
         form = (_DTYPES.index(found[0].dtype), *found[0].shape[1:], 0)[:2] if found else (-1, -1)
         forms = {tuple(form) for form in all_gather_ints(self._ranks, form)} - {(-1, -1)}
         if len(forms) > 1:
@@ -296,8 +304,9 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any, run: TwoPhases | TwoSteps, anchor: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """`anchor`: a leaf that gives processes without trained weights a backward."""
+        """`anchor`: a leaf that gives outputs a graph on processes without trained weights, too."""
         ctx.run = run
+        # None marks outputs without a gradient: chunks of these alone need no backward
         ctx.set_materialize_grads(False)
         if isinstance(run, TwoPhases):  # `TwoSteps` compares checksums instead
             ctx.save_for_backward(*parameters)  # reading them raises if one was changed in place
@@ -413,6 +422,7 @@ def token_values(
     autocast, place = Autocast.captured(session.autocast_kind), f"a call of {_name(function)}"
     with session.call(place, takes_autocast=session.ranks is None):
         shifted = run_on_all(session.ranks, read, place)
+        # the number tells apart the backwards of several calls, which processes compare
         session.state.num_calls += 1
         trains = session.records()
         if session.ranks is not None:
@@ -420,6 +430,7 @@ def token_values(
         differs = torch.is_grad_enabled() and trains
         run: TwoPhases | TwoSteps
         if session.ranks is not None:
+            # free memory differs between processes, and all must make one plan
             if options.keep == "auto":
                 options = replace(options, keep="kv")
             run = TwoSteps(session, batch_of(shifted), options, function, gradients, watch)
@@ -452,8 +463,8 @@ def _planned_alone(
 
 
 def _any_trains(ranks: Ranks, trains: bool) -> bool:
-    """Return whether any process trains parameters. Raises ConfigError, on all, where only some
-    record a graph: they would wait in the backward for the others. A collective."""
+    """Return whether any process trains parameters. Raises ConfigError, on all processes, if only
+    some record a graph: these would wait in the backward for the others. A collective."""
     rows = all_gather_ints(ranks, [int(torch.is_grad_enabled()), int(trains)])
     without = [str(process) for process, (records, _) in enumerate(rows) if not records]
     if 0 < len(without) < len(rows):
@@ -481,8 +492,8 @@ def decided(
     session: Session, options: ChunkOptions, seq_lens: Sequence[int], forks: Forks,
     autocast: Autocast,
 ) -> ChunkOptions:  # fmt: skip
-    """Replace keep="auto" by the keep of the largest tensors that fit in the device's free memory
-    between the phases; `kv` where the model's memory cannot be predicted."""
+    """Return the options with keep="auto" replaced by the keep that stores most and fits in the
+    device's free memory between the phases, or by "kv" if the memory cannot be predicted."""
     storage = session.state.opened.storage
     room = _room_bytes(session) if storage.device_bytes is None else storage.device_bytes
     memory = memory_of(session, autocast.dtype if autocast.enabled else None, room)

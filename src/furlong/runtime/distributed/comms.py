@@ -1,11 +1,11 @@
 """Communication of one rank with others, passed to the executor.
 
-A plan for several ranks is refused on a single one: without its Reduce, partial gradients would
-look complete.
+A single process refuses a plan for several ranks: without its Reduce, partial gradients would look
+complete.
 
 Tied embeddings in a pipeline: the first and the last stage each hold a copy of the weight, under
 the name of the input embeddings and with equal values. The first stage computes the embedding's
-gradient, the last one the head's. They are summed, so both optimizers make the same update.
+gradient, the last stage the head's. They are summed, so both optimizers make the same update.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from furlong.runtime.precision import gradients_apart
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The links of one process to neighbouring stages, and its group for tied embeddings."""
+    """Links of one process to neighbouring stages, and its process group for tied embeddings."""
 
     links: Links
     heights: tuple[int, ...]
@@ -59,9 +59,9 @@ class Pipeline:
 
     @contextmanager
     def adding_up(self, model: HFDecoder) -> Iterator[None]:
-        """Context manager for a step: all-reduce the step's gradients of the tied weight on exit.
-        A `.grad` from before the step is already such a sum, so it is kept apart. After an error
-        the step's gradient is dropped."""
+        """Context manager for a step: all-reduce the step's gradients of the tied weight on exit. A
+        `.grad` from before the step is already summed, so it is kept apart. After an error the
+        step's gradient is dropped."""
         group, weight = self.tied_group, model.tied_weight
         if group is None or weight is None or not weight.requires_grad:
             yield
@@ -69,6 +69,7 @@ class Pipeline:
         found: dict[int, Tensor] = {}
         with gradients_apart([weight], found):
             yield
+        # without a gradient here, too: the other process waits in the all-reduce
         own = found[id(weight)] if found else torch.zeros_like(weight)
         dist.all_reduce(own.to_local() if isinstance(own, DTensor) else own, group=group)
         weight.grad = own if weight.grad is None else weight.grad.add_(own)
@@ -80,6 +81,7 @@ def open_pipeline(ranks: Ranks, model: HFDecoder) -> Pipeline:
     pipeline = Pipeline(open_links(by_stage, model.device), _stage_heights(ranks, model))
     for first, *_, last in by_stage if model.config.tie_word_embeddings else ():
         text = f"tied embeddings of processes {first}, {last}"
+        # on all processes: `new_group` is collective over the world
         group = dist.new_group([first, last], group_desc=text)
         if dist.get_rank() in (first, last):
             pipeline.links.groups.insert(0, group)
@@ -91,6 +93,7 @@ def _stage_heights(ranks: Ranks, model: HFDecoder) -> tuple[int, ...]:
     """Return the number of layers of each stage: the layers that its processes hold, or an even
     split if each holds the whole model. Collective over the world."""
     held = all_gather_ints(ranks, [model.local_layers.start, len(model.local_layers)])
+    # one process per stage: stages are the outermost axis of the numbering
     firsts, counts = zip(*held[:: ranks.dp * ranks.sp], strict=True)
     if firsts == tuple(accumulate((0, *counts[:-1]))) and sum(counts) == model.num_layers:
         return counts
@@ -110,9 +113,9 @@ class Comms:
         """
         Args:
             ranks: None for a single process.
-            model: After `fsdp.shard`.
+            model: The model, already sharded by `fsdp.shard`.
             messages: Links to other stages, and the shape and dtype of this plan's messages.
-            copies: Stream of copies of offloaded weights to the GPU, the same one for all plans;
+            copies: Stream that copies offloaded weights to the GPU, the same one for all plans;
                 None if weights are gathered from other processes.
         """
         self._ranks, self._messages, self._copies = ranks, messages, copies
@@ -149,15 +152,16 @@ class Comms:
             [*layers[stop - n : stop]]
             for n, stop in zip(plan.stages, accumulate(plan.stages), strict=True)
         ]
+        # layers only: embedding and head stay gathered between passes
         self._passing = tuple(_divided(own if plan.regathers else ()) for own in stages)
         stages[0].insert(0, embedding)
         stages[-1].append(head)
         self._stages = tuple(map(_divided, stages))
 
     def before(self, index: int) -> None:
-        """Called before action number `index`: post receives, gather weights that the plan keeps,
-        and wait for weights that the action uses. Posted receives cannot be withdrawn, so the plan
-        must have passed all checks."""
+        """Prepare action number `index`: post receives that are due, before the first action gather
+        the weights of a plan that keeps them gathered, and wait for weights that the action uses.
+        Posted receives cannot be withdrawn, so the plan must have passed all checks."""
         if self._messages is not None:
             links, parcel = self._messages
             if not index:
@@ -167,6 +171,7 @@ class Comms:
             self._gather_kept()
         if self._ready:
             action = self._plan.actions[self._rank][index]
+            # earlier passes overlap with the copy
             if isinstance(action, COMPUTING) and action.stage in self._ready:
                 torch.cuda.current_stream().wait_event(self._ready.pop(action.stage))
 
@@ -181,8 +186,9 @@ class Comms:
     def unshard(self, stage: int) -> None:
         """Start to gather the stage's weights; FSDP2 waits for each module before its first pass.
 
-        Before this process's first stage the root's parameters are gathered, synchronously: every
-        first pass needs them, and their copy-out needs no memory beside gathered layers.
+        Before this process's first stage the root module's parameters are gathered, synchronously:
+        every first pass needs them, and their gather's buffers are freed before layers are
+        gathered.
         """
         if self._base is None:
             return
@@ -201,7 +207,8 @@ class Comms:
                 module.unshard(async_op=True)
 
     def cut_short(self, stage: int) -> None:
-        """Free layers gathered per pass: KVReady ended the last one, so its FSDP2 hook did not."""
+        """Free the layers that are gathered with each pass, after KVReady has ended a pass early:
+        FSDP2's hook that frees the last of them did not run."""
         if passing := self._passing[stage]:
             reshard_modules(passing)
 
@@ -209,6 +216,7 @@ class Comms:
         """Free the stage's gathered weights."""
         reshard_modules(self._stages[stage])
         if self._copies is not None:
+            # the next copy may take this memory, but only after the work that is queued now
             self._freed = self._now()
 
     def _gather_kept(self) -> None:
@@ -224,15 +232,16 @@ class Comms:
 
     @contextmanager
     def backward(self, action: Backward) -> Iterator[None]:
-        """Context manager for a Backward, without its loss: reduce-scatter gradients.
+        """Context manager for a Backward, except its loss: reduce-scatter gradients as in this
+        table.
 
                                    layers gathered once    gathered with each pass
             other Backward         -                       reduced, from torch 2.13 on
             last of its stage      reduced                 reduced
-            last of this rank      the root's parameters are reduced, too
+            last of this rank      the root module's parameters are reduced, too
 
-        All ranks reach the last Backwards in the same order: a stage's comes after that of the next
-        stage.
+        All ranks reach the last Backwards in the same order: a stage's last Backward comes after
+        that of the next stage.
         """
         if self._ranks is None:
             yield
@@ -246,6 +255,7 @@ class Comms:
             with adding_up(own, is_complete=False) if own else nullcontext():
                 yield
             return
+        # a stage's last Backward comes after those of later stages
         is_last_of_all = stage == min(self._last_backwards)
         if is_last_of_all and self._base is not None:
             modules.append(self._base)
@@ -264,6 +274,7 @@ class Comms:
         """Return the sum of a tensor over all processes; `values` may be changed in place."""
         if self._ranks is not None:
             if values.device.type == "cpu":
+                # NCCL reduces no CPU tensors
                 values = values.to(self._ranks.facts_device(self._ranks.group))
             dist.all_reduce(values, group=self._ranks.group)
         return values

@@ -1,5 +1,5 @@
-"""Agreement among processes: errors, equal facts, one plan. The only home of such exchanges in the
-engine: whether a process enters one depends only on what all processes know.
+"""Agreement among processes: on errors, on facts that must be equal, on one plan. The engine has
+all such exchanges here: whether a process enters one depends only on what all processes know.
 
 FSDP2 keeps a shard of each process's weights, pipeline stages come from different processes, and a
 sequence-parallel group reads a part of each sequence on each process. If models or sequences
@@ -8,8 +8,8 @@ weights when they are sharded, of tokens before each step.
 
 Before the first action of a step all processes agree that none of them has failed; if one has, all
 raise, and the step can be taken again. A process that fails later closes its connections (see
-`failures`), for others wait for what only it can send: all raise, and the processes have to be
-started again.
+`failures`), because others wait for what only it can send. Then all raise, and the processes have
+to be started again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Word(NamedTuple):
 def all_gather_ints(
     ranks: Ranks, own: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[list[int]]:
-    """All-gather a list of integers in a group, by default of all processes."""
+    """Return the integers of each process of a group, in order; by default of all processes."""
     group = group or ranks.group
     x = torch.tensor(own, device=ranks.facts_device(group))
     found = [torch.empty_like(x) for _ in range(group.size())]
@@ -80,20 +80,21 @@ def run_on_all(ranks: Ranks | None, fn: Callable[[], _T], place: str = "a step")
 def agree(
     ranks: Ranks | None, fn: Callable[[], tuple[_T, Facts, _V]], place: str = "a step"
 ) -> tuple[_T, list[_V]]:
-    """Call `fn` on every process; return its result, and the values of all. One collective.
+    """Call `fn` on every process; return its result here, and the values of all. One collective.
 
     Args:
         fn: Returns (result, facts, value).
-        place: What the caller does, in words, for messages and to compare between processes.
+        place: The call that the process makes, in words, for messages and for comparison.
 
     Raises:
         ElsewhereError: On processes whose `fn` returned, if it raised on another one.
-        ConfigError: On all, if processes are in different places, or facts differ.
+        ConfigError: On all, if processes make different calls (`place`), or facts differ.
         LinkError: If a process does not arrive.
     """
     if ranks is None:
         made, _, value = fn()
         return made, [value]
+    # one collective, whether `fn` returns or raises: the other processes wait in it
     try:
         made, facts, value = fn()
     except Exception as error:
@@ -105,7 +106,7 @@ def agree(
 def report(
     ranks: Ranks, error: Exception, place: str, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Tell an error to processes that wait for this one in `exchange`. A collective."""
+    """Send an error to processes that wait for this one in `exchange`. A collective."""
     is_quoted = isinstance(error, ElsewhereError)
     _said(ranks, _Word(place, reason_of(error), is_quoted, {}, None), group)
 
@@ -114,10 +115,11 @@ def exchange(
     ranks: Ranks, value: _V, place: str, group: dist.ProcessGroup | None = None,
     *, facts: Facts | None = None,
 ) -> list[_V]:  # fmt: skip
-    """All-gather an object in a group, by default of all processes; raises as `agree` does."""
+    """Return the `value` of each process of a group, by default of all; raises as `agree` does."""
     words = _said(ranks, _Word(place, "", False, facts or {}, value), group)
     all_failed = {number: word.failure for number, word in words.items() if word.failure}
     if all_failed:
+        # name the process where the error arose, not those that it was passed on to
         failed = {n: all_failed[n] for n in all_failed if not words[n].is_quoted} or all_failed
         names, reason = ", ".join(map(str, failed)), next(iter(failed.values()))
         raise ElsewhereError(
@@ -147,8 +149,8 @@ def exchange(
 
 
 def _said(ranks: Ranks, word: _Word, group: dist.ProcessGroup | None) -> dict[int, _Word]:
-    """All-gather words, by number of the process. Raises ConfigError, on all, if processes are in
-    different places."""
+    """Return the word of each process, by number of the process. Raises ConfigError, on all, if
+    processes make different calls."""
     group = group or ranks.group
     words = [word] * group.size()
     try:
@@ -199,8 +201,8 @@ def require_equal_models(
     modules: Mapping[str, str], *, are_known: bool,
 ) -> None:  # fmt: skip
     """Raise ConfigError, on all processes, unless config, `settings` and compute dtype are equal on
-    all, and weights and `modules` (facts by name) within each stage. A collective. `are_known`: the
-    weights' values were compared before, so only shapes, dtypes and placements are."""
+    all processes, and weights and `modules` (facts by name) within each stage. A collective.
+    `are_known`: weights were compared before; then their values are not compared again."""
     dtypes = (p.dtype for p in model.base.parameters() if p.is_floating_point())
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NO_MATTER}
     facts = {key: json.dumps(value, default=str, sort_keys=True) for key, value in config.items()}
@@ -242,6 +244,7 @@ def whole_checksums(weights: Sequence[Tensor]) -> list[int]:
     for number, weight in enumerate(weights):
         if isinstance(weight, DTensor):
             placed = enumerate(weight.placements)
+            # sharded axes alone: copies on replicas would be counted several times
             cut = tuple(weight.device_mesh.get_group(axis) for axis, p in placed if p.is_shard())
             divided.setdefault(cut, []).append(number)
     for groups, numbers in divided.items():
@@ -254,8 +257,8 @@ def whole_checksums(weights: Sequence[Tensor]) -> list[int]:
 
 
 def weights_checksum(parameters: Iterable[Tensor]) -> int:
-    """Return a checksum of the parameters, of local shards for DTensors. It detects changes that
-    tensor versions miss: an optimizer's of a DTensor, and any through `.data`."""
+    """Return a checksum of the parameters; for DTensors, of local shards. It detects changes that
+    tensor versions miss: by an optimizer of DTensors, and any through `.data`."""
     sums = torch.stack([_hash_of(parameter) for parameter in parameters])
     return zlib.crc32(repr(sums.tolist()).encode())
 
@@ -263,8 +266,8 @@ def weights_checksum(parameters: Iterable[Tensor]) -> int:
 def _hash_of(weight: Tensor) -> Tensor:
     """Return a checksum (), int64, of a weight's values and their indices, for any strides.
 
-    The sum, modulo 2**64, of each element's bits times a factor for its index on each axis of the
-    whole weight. So the checksums of shards add up to that of the whole.
+    It is the sum, modulo 2**64, of each element's bits times a factor for its index on each axis of
+    the whole weight. So the checksums of shards add up to the checksum of the whole weight.
     """
     own: Any = weight.detach()
     starts = (0,) * own.ndim
@@ -294,7 +297,7 @@ def _hash_of(weight: Tensor) -> Tensor:
 
 
 def _factors(length: int, start: int, axis: int, device: torch.device) -> Tensor:
-    """Return pseudorandom odd factors (length,) int64 for the indices from `start` on an axis."""
+    """Return pseudorandom odd factors (length,) int64 for an axis's indices from `start` on."""
     x = torch.arange(start + 1, start + length + 1, device=device) * -0x61C8864680B583EB + axis
     x = (x ^ x >> 30) * -0x40A7B892E31B1A47  # constants and shifts of splitmix64
     return (x ^ x >> 27) * -0x6B2FB644ECCEEE15 | 1
@@ -306,6 +309,7 @@ def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
     flat = torch.cat([own.detach().double().flatten() for own in cotangents])
     turned = flat * torch.arange(len(flat), device=flat.device).cos()  # sensitive to order
     own = torch.stack([flat.norm(), turned.sum()]).cpu()
+    # as the integers of the same bits, which lose no digit
     bits = all_gather_ints(ranks, own.view(torch.int64).tolist())
     rows = torch.tensor(bits, device="cpu").view(torch.float64)
     for process, (norm, turn) in enumerate(rows.tolist()):
@@ -313,6 +317,7 @@ def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
         norm_of_first, turn_of_first = rows[first].tolist()
         bound = 1e-3 * abs(norm_of_first)
         is_equal = abs(norm - norm_of_first) <= bound and abs(turn - turn_of_first) <= bound
+        # two losses that are not finite never compare as equal, but are no mismatch
         if not is_equal and (isfinite(norm) or isfinite(norm_of_first)):
             raise ConfigError(
                 given=f"another loss on process {process} than on process {first}, of the same "
@@ -336,8 +341,8 @@ class ReplicaPlan(NamedTuple):
 
 
 def join_brought(ranks: Ranks, each: Sequence[ReplicaPlan | None]) -> tuple[ReplicaPlan, range]:
-    """Join the plans of all replicas, of which the first process of each has brought its own;
-    return the joint plan, equal on all processes, and the seq_ids of this replica's sequences."""
+    """Join the plans of all replicas, `each` from a replica's first process (None from its others).
+    Return the joint plan, equal on all processes, and the seq_ids of this replica's sequences."""
     own = [one for one in each if one is not None]
     plans, ids, labelled = [one.plan for one in own], list[range](), set[int]()
     num_sequences = num_chunks = 0
@@ -347,4 +352,5 @@ def join_brought(ranks: Ranks, each: Sequence[ReplicaPlan | None]) -> tuple[Repl
         num_sequences, num_chunks = ids[-1].stop, num_chunks + len(one.plan.chunks)
     plan = join_replicas(plans, ids, [n for one in plans for n in one.seq_lens])
     num_labels = sum(one.num_labels for one in own)
+    # the first replica's seed: chunks are drawn once for the whole batch
     return ReplicaPlan(plan, labelled, num_labels, own[0].seed), ids[ranks.replica]

@@ -44,7 +44,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def tell(word: str) -> None:
-    """Write the reason of this process to the store, unless one is there."""
+    """Write the reason why this process fails, `word`, to the store, unless one is there."""
     with suppress(RuntimeError, ValueError):  # the store ends with the process that holds it
         store = dist.distributed_c10d._get_default_store()
         if not store.check([key := _key(dist.get_rank())]):
@@ -53,7 +53,7 @@ def tell(word: str) -> None:
 
 
 def leave(word: str, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Report why this process takes no further part, and close its connections."""
+    """Report the reason `word` why this process stops, and close its connections in `groups`."""
     tell(word)
     for group in groups:
         if group.size() == 1:
@@ -65,7 +65,8 @@ def leave(word: str, groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def lost(groups: Sequence[dist.ProcessGroup], error: BaseException, place: str) -> LinkError:
-    """Report that this process leaves, and return its error with the others' reasons.
+    """Report that this process stops because a connection is lost. Return the error to raise, with
+    the reasons that other processes have reported.
 
     Args:
         groups: Groups of this process, that of all processes first.
@@ -87,8 +88,8 @@ def lost(groups: Sequence[dist.ProcessGroup], error: BaseException, place: str) 
 
 
 def who_left(numbers: Sequence[int]) -> tuple[str, str]:
-    """Return the reasons that other processes have reported, and the numbers of those without one.
-    Waits until one has reported an error, or at most one is silent."""
+    """Return the reasons that other processes have reported, and the numbers of silent processes.
+    Waits for some seconds, until one has reported an error or at most one is silent."""
     words = {number: "" for number in numbers if number != dist.get_rank()}
     stop_s = time.monotonic() + _WAIT_S
     try:

@@ -65,7 +65,7 @@ def shard(
         layers: The decoder layers, each gathered by itself.
         ends: Embedding and head, unless they are tied.
         compute_dtype: The dtype that weights are gathered in; None: the parameters'.
-        unchanged: Parameters that must not compute in it, which FSDP2 does not support.
+        unchanged: Parameters that must not compute in `compute_dtype`: FSDP2 cannot shard any.
         offload: Keep shards, their gradients and optimizer states in CPU memory (pinned for a
             GPU).
 
@@ -99,7 +99,7 @@ def shard(
 
 def adds_unused() -> bool:
     """Whether FSDP2 can reduce parameters that no backward has reached (torch >= 2.13). Otherwise
-    they are given zero gradients, unsharded."""
+    such parameters are given zero gradients while they are gathered."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -162,8 +162,8 @@ def freed_behind_passes(modules: Sequence[FSDPModule]) -> Iterator[None]:
 
 @contextmanager
 def _gathered_ahead(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Context manager: in a backward, gather each module while the next one's backward runs. By
-    default a gather waits for the reduction before it; forwards have no reductions."""
+    """Context manager: in a backward, gather each module while the backward of the next one runs.
+    By default a gather waits for the gradient reduction before it; forwards have no reductions."""
     for before, module in pairwise(modules):
         module.set_modules_to_backward_prefetch([before])
     try:
@@ -177,8 +177,8 @@ def _gathered_ahead(modules: Sequence[FSDPModule]) -> Iterator[None]:
 def one_layer_at_a_time(
     base: nn.Module, ranks: Ranks, place: str
 ) -> Iterator[Callable[[Mapping[str, float]], dict[str, float]]]:
-    """Context manager for checks, which have no plan: gather each group before its pass and free it
-    afterwards; the root stays gathered. Use it inside `one_step`.
+    """Context manager for checks, which have no plan: gather each FSDP2 group before its pass, free
+    it afterwards, and keep the root gathered. Use it inside `one_step`.
 
     The processes of the stage agree before each gather, and on exit, that none has failed; if one
     has, all raise. So they must run the same passes and decide by equal numbers: the yielded
@@ -255,8 +255,8 @@ def adding_up(
 
 
 def end_gather(module: FSDPModule) -> None:
-    """Finish a gather that no pass has waited for: the next unshard would return its outdated
-    weights. A gather that failed with another process is dropped."""
+    """Finish a gather that no pass has waited for, whose outdated weights the next unshard would
+    return. A gather that failed with another process is dropped."""
     for group in _groups(module):
         try:
             group.wait_for_unshard()
@@ -265,8 +265,8 @@ def end_gather(module: FSDPModule) -> None:
 
 
 def _fill_sums(module: FSDPModule) -> None:
-    """If one trained parameter of a module has a float32 sum over chunks, give all of them one:
-    FSDP2 reduces no mixture of dtypes. With one chunk only the head has a sum, over tiles."""
+    """If one trained parameter of a module has a float32 gradient sum, give all of them one: FSDP2
+    reduces no mixture of dtypes. With one chunk only the head has sums, over tiles of logits."""
     own = [p for p in _divided(module) if hasattr(p, "_unsharded_param")]
     if all(p.unsharded_accumulated_grad is None for p in own):
         return
@@ -347,8 +347,8 @@ def _refuse_indivisible(
 
 
 def _shared_between(base: nn.Module, layers: Sequence[nn.Module]) -> str | None:
-    """Return the name of a parameter shared by two groups, or by a group and the root, which FSDP2
-    would gather and reduce twice; None without one."""
+    """Return the name of a parameter that is shared by two layers, or by a layer and the rest of
+    the model: FSDP2 would gather and reduce it twice. None if there is none."""
     own = {id(layer) for layer in layers}
     prefixes = [f"{name}." for name, module in base.named_modules() if id(module) in own]
     seen: dict[int, str] = {}

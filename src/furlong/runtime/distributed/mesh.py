@@ -73,18 +73,18 @@ class Ranks:
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """All process groups of this process, that of all processes first."""
+        """All process groups of this process; the first one is that of all processes."""
         meshes = self.mesh.get_all_groups(), self.shard_mesh.get_all_groups()
         own = (self.group, self.stage_group, *self.place_groups.values(), *meshes[0], *meshes[1])
         return list(dict.fromkeys(own))
 
     def facts_device(self, group: ProcessGroup) -> str:
-        """Return the device type for small exchanged facts: the CPU if the group has a CPU backend,
-        as a GPU would first finish its queued work."""
+        """Return the device type on which a group exchanges small facts: the CPU if the group has a
+        CPU backend, because a GPU would first finish its queued work."""
         return "cpu" if "cpu:" in dist.get_backend_config(group) else self.mesh.device_type
 
     def replica_of(self, process: int) -> int:
-        """The replica of a process of the run."""
+        """Return the number of the replica that a process of the run belongs to."""
         return process // self.sp % self.dp
 
 
@@ -101,7 +101,7 @@ def make_ranks(dp: int, sp: int, pp: int, device_type: str, replicate: int = 1) 
             divides `dp`.
 
     Raises:
-        ConfigError: On all, if sizes differ between processes, or do not multiply to their number.
+        ConfigError: On all, if sizes differ between processes, or multiply to another world size.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -167,8 +167,8 @@ def require_sizes(dp: int, sp: int, pp: int, num_processes: int) -> None:
 
 
 def require_stages(pp: int, num_layers: int) -> None:
-    """Raise ConfigError for fewer layers than stages. Attention heads do not bound `sp`: beyond
-    them, K,V are gathered."""
+    """Raise ConfigError if a model has fewer layers than stages. The number of attention heads does
+    not bound `sp`: with more processes than heads, K,V are gathered."""
     if pp > num_layers:
         raise ConfigError(
             given=f"pp {pp} for a model of {num_layers} layers",
@@ -206,7 +206,7 @@ def ranks_given(
     offloads: bool = False,
 ) -> Ranks | None:
     """Return the ranks of an engine; None for a single process that does not offload weights.
-    Raises ConfigError if both are given, or neither and `offloads`."""
+    Raises ConfigError if `ranks` and `process_group` are given, or neither and `offloads`."""
     if ranks is not None and process_group is not None:
         raise ConfigError(
             given="ranks and a process_group",
@@ -245,11 +245,12 @@ def allow_time(limit: timedelta) -> None:
 
 
 def _pool_axes(sp: int) -> tuple[int, ...]:
-    """Return the mesh axes of a pool, one for each doubling, so subgroups of 2**n are its last."""
+    """Return the sizes of a sequence-parallel group's mesh axes, one for each doubling: the last n
+    axes together have 2**n processes."""
     sizes = [n for n in place_sizes(sp) if n & (n - 1) == 0 or n == sp]  # 24: 1, 2, 4, 8, 24
     return tuple(b // a for a, b in pairwise(sizes))[::-1]
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:
-    """Return a mesh of the processes along some axes, flattened to one."""
+    """Return the part of a mesh along the axes `names`, flattened to one axis."""
     return mesh[names]._flatten(name) if len(names) > 1 else mesh[names[0]]

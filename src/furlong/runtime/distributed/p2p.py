@@ -4,11 +4,11 @@ Messages carry no tag (NCCL has none): each direction is first in, first out, an
 order from the plan. With one queue for both directions, or one per process, two sends that face
 each other would deadlock.
 
-A send starts right after its compute. A receive is posted when it is needed; that of an activation
-before the preceding pass, unless its message depends on that pass. It is not posted earlier: on a
-GPU a posted receive is a spinning kernel, and NCCL's timeout starts with it. A pass that waits for
-the device, as when CUDA loads a kernel at its first call, also waits for all receives posted
-before.
+A send starts right after the pass that computes its tensor. The receive of a gradient is posted
+when the gradient is needed. The receive of an activation is posted one pass earlier, unless the
+activation depends on that pass. No receive is posted still earlier: on a GPU a posted receive is a
+spinning kernel, and NCCL's timeout starts with it. A pass that waits for the device, as when CUDA
+loads a kernel at its first call, also waits for all receives posted before.
 
 A send buffer is kept unchanged until its message has been sent: gloo does not copy, so the receiver
 would get later writes, and a dropped send never arrives. Gloo reports a send as finished only to
@@ -57,7 +57,7 @@ class End:
         _ = work.wait() if limit is None else work.wait(limit)
 
     def guarded(self, text: str, act: Callable[[], _T]) -> _T:
-        """Call `act`; raise a backend's error as ConnectionError that names link and action."""
+        """Return `act()`; raise a backend's error as ConnectionError with the link and `text`."""
         try:
             return act()
         except RuntimeError as error:
@@ -92,11 +92,11 @@ class Parcel:
 class Neighbour:
     """The links to and from one neighbour, each first in, first out.
 
-    Each end reads the messages from its own actions; a checked plan has them in the same order.
+    Each end takes the order of messages from its own actions; a checked plan has equal orders.
     """
 
     def __init__(self, out: End, into: End, waiter: ThreadLane | None = None) -> None:
-        """`waiter`: thread that waits for sends, for gloo, whose `is_completed` is no help."""
+        """`waiter`: thread that waits for gloo's sends; gloo reports their end to `wait` only."""
         self._out, self._into, self._waiter = out, into, waiter
         self._to_send: deque[Action] = deque()
         self._to_recv: deque[Action] = deque()
@@ -109,7 +109,7 @@ class Neighbour:
         return sum(not _has_gone(work) for _, work, _ in self._under_way)
 
     def begin(self, messages: Iterable[Action], chunks: Sequence[Chunk], parcel: Parcel) -> None:
-        """Set the messages of a step, in order, the chunks of its plan and their form."""
+        """Set a step's messages, in order, its plan's chunks and the messages' form (`parcel`)."""
         left = [*self._to_send, *self._to_recv]
         assert not left, f"'{format_action(left[0])}' of the step before is left"
         for action in messages:
@@ -122,10 +122,12 @@ class Neighbour:
         text, x = format_action(action), x.contiguous()
         assert self._to_send and self._to_send[0] == action, f"'{text}' is not the next message"
         assert (x.shape, x.dtype) == self._form(action), f"'{text}' is of another form"
+        # here, as nothing else frees the buffers of finished sends during a step
         self.drain(_ONE_WAY_SENDS - 1 if self._is_one_way else None)
         work = self._out.guarded(text, lambda: self._out.begin(x))
         self._to_send.popleft()
         if self._waiter is None:
+            # with x, which NCCL still reads
             self._under_way.append((text, work, x))
         else:
             event = self._waiter.submit(partial(_wait_holding, x, work, self._out), ())
@@ -145,14 +147,15 @@ class Neighbour:
 
     def post(self) -> None:
         """Post the receive of the next message, if there is one and it is not posted."""
+        # one at a time: a posted receive holds a buffer and, on a GPU, multiprocessors
         if self._to_recv and self._posted is None:
             action = self._to_recv[0]
             x, text = self._empty(action), f"post {format_action(action)}"
             self._posted = self._into.guarded(text, lambda: self._into.begin(x)), x
 
     def drain(self, most: int | None = 0) -> None:
-        """Wait until at most `most` sends are unfinished; None: only drop finished ones."""
-        while self._under_way:
+        """Wait until at most `most` sends are unfinished; None: drop finished ones, do not wait."""
+        while self._under_way:  # the oldest first: sends of a link finish in order
             text, work, _ = self._under_way[0]
             if not _has_gone(work) and (most is None or self.num_held <= most):
                 return
@@ -184,7 +187,7 @@ class Links:
         self.neighbours, self.groups = neighbours, [*groups]
         self._rank = 0
         self._posts: Mapping[int, list[int]] = {}
-        """Action number -> peers whose receives are posted before it."""
+        """Action number -> ranks whose receives are posted before that action."""
 
     def begin(self, plan: ChunkPlan, rank: int, parcel: Parcel) -> None:
         """Set the messages of a step in which this process runs the actions of `rank`.
@@ -222,24 +225,25 @@ class Links:
         """Stop threads and destroy groups; all messages must have finished."""
         for neighbour in self.neighbours.values():
             neighbour.close()
-        while self.groups:
+        while self.groups:  # popped before: a group whose end fails is not ended twice
             dist.destroy_process_group(self.groups.pop())
 
 
 def late_posts(plan: ChunkPlan, rank: int) -> dict[int, list[int]]:
-    """Return action number -> peers whose receives are posted before it: those of activations,
-    before the last pass ahead of their Recv, unless the message depends on that pass. Other
-    receives are posted when they are needed.
+    """Return action number -> ranks whose receives are posted before that action. The receive of an
+    activation is posted before the last pass ahead of its Recv, unless its message depends on that
+    pass. Other receives are not in the result: they are posted when they are needed.
 
-    A pass may wait for receives posted before it, but never in a circle: activations go up the
-    pipeline, so a circle would lead back through gradients, which are not posted early. With both
-    posted early, two neighbours could each wait for the other's next message.
+    A pass may have to wait for receives posted before it, but no circle of waits can arise:
+    activations go up the pipeline, so a circle would lead back through gradients, whose receives
+    are not posted early. If they were, two neighbours could each wait for the other's next message.
     """
     found: dict[int, list[int]] = {}
     needs = _last_needed(plan, rank)
     last = -1
     for index, action in enumerate(plan.actions[rank]):
         if isinstance(action, Recv):
+            # else the pass `last` must run before the message can be sent
             if action.payload == "activation" and needs[index] < last:
                 found.setdefault(last, []).append(action.peer)
         elif isinstance(action, Computing):
@@ -248,16 +252,17 @@ def late_posts(plan: ChunkPlan, rank: int) -> dict[int, list[int]]:
 
 
 def _last_needed(plan: ChunkPlan, rank: int) -> dict[int, int]:
-    """Return for each Recv of a rank the number of the last of the rank's actions that its message
-    depends on: a Send, followed through the lists of other ranks; -1 if there is none. Collectives
-    add no dependency: those between the first and the last pass come before a stage's last
-    Backward, which needs every message to its ranks anyway."""
+    """Return for each Recv of `rank` the number of the last action of `rank` on which its message
+    depends, or -1. That action is a Send: dependencies are followed through the lists of other
+    ranks. Collectives add none: those between the first and the last pass come before a stage's
+    last Backward, which needs every message to its ranks anyway."""
     needs: dict[int, int] = {}
     sent: dict[tuple[Payload, int, int], int] = {}
     """Message that has been sent -> last action of `rank` that it depends on."""
     known, places = defaultdict[int, int](lambda: -1), defaultdict[int, int](int)
     """Rank -> last action of `rank` that its progress depends on; rank -> next action to visit."""
     stack = [rank]  # each waits for a message of the next
+    # lists are walked as they would run: each stops at a Recv until its Send has been passed
     while stack:
         own = stack[-1]
         for index in range(places[own], len(plan.actions[own])):
@@ -288,7 +293,7 @@ def open_links(
 
     Args:
         pipelines: World ranks of each pipeline's processes by stage; each process is in one.
-        timeout: Of the new groups, by default the world's.
+        timeout: Timeout of the new groups, by default the world's.
 
     Every process creates all groups in the same order, and sends one element through each of its
     links. NCCL connects two processes at their first message: both wait for it, and it allocates
@@ -299,6 +304,7 @@ def open_links(
     """
     me = dist.get_rank()
     world = dist.group.WORLD
+    # by default `new_group` takes the backend's timeout, not the world's
     if timeout is None and world is not None:
         timeout = time_limit(world)
     outs, intos, groups = {}, {}, []
@@ -318,6 +324,7 @@ def open_links(
             else:
                 begin = partial(dist.irecv, src=sender, group=group)
                 end = intos[here - there] = End(begin, name, limit)
+            # all processes do this in the order of the groups, so none waits in a circle
             end.warm_up(device)
     polls = device.type != "cpu"
     neighbours = {
@@ -328,7 +335,7 @@ def open_links(
 
 
 def _narrow(timeout: timedelta | None) -> dict[str, Any]:
-    """Return NCCL options for one group only: `new_group` writes its name and ranks into them."""
+    """Return NCCL options for one group: `new_group` writes its own name and ranks into them."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _MAX_CTAS
     if timeout is not None:
