@@ -1,15 +1,16 @@
 """The plan checker: a sentence and a function for each rule of a legal plan, I1 to I11 in order.
 
-The required order of actions makes a chunked backward exact (ChunkFlow, Algorithm 2, with its
-second loop descending, since dK,dV of a chunk are complete only after all later chunks). If a
-sequence branches, "earlier chunks" of a piece are those on its path.
+The rules make a chunked backward exact. They require the order of ChunkFlow's Algorithm 2, but with
+its second loop descending: dK,dV of a chunk are complete only after the backwards of all later
+chunks. If a sequence branches, the "earlier chunks" of a piece are those on its path from the root.
 
-Each function yields the violations of its rule: why, and the index of the action or chunk. Only the
-first violation is raised, so each function may rely on the rules before it and on its own earlier
-lines. All take time linear in the plan.
+Each function yields (reason, index of the action or chunk) for each violation of its rule. Only the
+first violation is raised, so a function may rely on the rules before it and on its own earlier
+lines. All functions take time linear in the plan.
 
-The actions of all ranks are in one list, rank after rank; `at` is always an index into that list. A
-cell is the number stage * num_chunks + chunk, so that its neighbours are one addition away.
+The functions see the actions of all ranks as one list, rank after rank; `at` is always an index
+into it. A cell is the work of one chunk at one stage. Its number is stage * num_chunks + chunk, so
+that a neighbouring cell is one addition away.
 """
 
 from __future__ import annotations
@@ -58,16 +59,16 @@ class Memory(Protocol):
 
     @property
     def device_budget_bytes(self) -> int:
-        """Bytes that each rank may use."""
+        """Device memory that each process may use."""
 
     def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
-        """Return the peak bytes in use during each action of the rank."""
+        """Return the peak bytes in use on a device of the rank during each of its actions."""
 
 
 def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
-    """Raise PlanError if the plan breaks a rule; its text points at the action or chunk.
+    """Raise PlanError if the plan breaks a rule; the error text shows the action or chunk.
 
-    A plan is immutable, so success is cached on it. `memory`: also check peak memory (I11).
+    Success is cached on the plan, which is immutable. `memory`: also check peak memory (I11).
     """
     if memory is None and _LEGAL in vars(plan):
         return
@@ -159,38 +160,39 @@ class Grid:
         return places
 
     def each(self, *kinds: type[Action]) -> Iterator[tuple[int, Action, int]]:
-        """Yield (index, action, cell) of each action of `kinds`."""
+        """Yield (index, action, cell number) of each action whose type is among `kinds`."""
         for at, kind in enumerate(self.kinds):
             if kind in kinds:
                 yield at, self.actions[at], self.cells[at]
 
     def columns(self) -> Iterator[tuple[Sequence[int], list[int]]]:
-        """Yield, for each cut sequence and stage, its `parents` and the cells of its pieces."""
+        """Yield (parents of the pieces, cells of the pieces) of each stage of each cut sequence."""
         for seq_id, group in self.plan.groups.items():
             for row in range(0, len(self.forward), self.num_chunks):
                 yield self.parents[seq_id], [row + chunk for chunk in group]
 
     def ways(self) -> list[Direction | None]:
-        """Return the direction of each pass that gathers weights, None for all other actions."""
+        """Return, for each action, the direction of its pass through the layers if all ranks of the
+        stage gather weights for the pass, else None."""
         if not self.plan.regathers or self.plan.replicated:
             return [None] * len(self.actions)
         ranks = range(len(self.plan.actions))
         return [way for rank in ranks for way in layer_directions(self.plan, rank)]
 
     def name(self, cell: int) -> str:
-        """Return `chunk.stage`, as in an action's text."""
+        """Return the name of a cell in an action's text: `chunk.stage`."""
         stage, chunk = divmod(cell, self.num_chunks)
         return f"{chunk}.{stage}"
 
     def refuse(self, rule: str, why: str, at: int) -> PlanError:
-        """Return the error for a broken rule, which shows the actions around index `at`."""
+        """Return the error for a broken rule, with the reason and the actions around index `at`."""
         rank = self.ranks[at]
         return _refusal(self.plan, rule, why, rank, at - self.starts[rank])
 
 
 def _refusal(plan: ChunkPlan, rule: str, why: str, rank: int | None, at: int) -> PlanError:
-    """Return the error for a broken rule, which shows the actions around index `at` of a rank's
-    list or, for rank None, the chunks around chunk `at`."""
+    """Return the error for a broken rule, with the reason `why` and the actions of `rank` around
+    index `at` of its list; for rank None `at` is a chunk, and the chunks around it are shown."""
     own = plan.chunks if rank is None else plan.actions[rank]
     lines = ["chunks" if rank is None else f"rank {rank}"]
     first = max(0, at - _NUM_AROUND)
@@ -201,7 +203,7 @@ def _refusal(plan: ChunkPlan, rule: str, why: str, rank: int | None, at: int) ->
 
 
 def _odd_fields(plan: ChunkPlan) -> Iterator[str]:
-    """Yield violations in the fields of a plan, which no action or chunk causes."""
+    """Yield a text per violation in the plan's fields, apart from chunks and actions."""
     num_stages, frozen = len(plan.stages), plan.frozen_stages
     if min(plan.stages, default=0) < 1:
         shown = ", ".join(map(str, plan.stages)) or "none"
@@ -216,8 +218,8 @@ def _odd_fields(plan: ChunkPlan) -> Iterator[str]:
 
 
 def _uncovered(plan: ChunkPlan) -> Breaks:
-    """I1. The slices of each sequence tile it, and no sequence is missing. A chunk without slices
-    is legal only to join passes of other ranks, or their Reduce if it is its rank's only chunk."""
+    """Yield violations of I1: the slices of each sequence tile it, and no sequence is missing. A
+    rank has a chunk without slices only to join passes, or the Reduce if it has no other chunk."""
     computed = ({a.chunk for a in own if isinstance(a, Forward)} for own in plan.actions)
     alone = {min(own) for own in computed if len(own) == 1 < len(plan.actions)}
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
@@ -245,8 +247,8 @@ def _uncovered(plan: ChunkPlan) -> Breaks:
 
 
 def _misplaced(plan: ChunkPlan) -> Breaks:
-    """I2. Places are sequence-parallel groups of the pool; a chunk has at most one slice with a
-    prefix per place (and its branches); a sequence keeps its place."""
+    """Yield violations of I2: a sequence keeps one `Place` (sequence-parallel group) of the pool.
+    In a chunk a place has at most one slice with a prefix, apart from branches that share it."""
     place_of: dict[int, Place] = {}
     for index, chunk in enumerate(plan.chunks):
         places = [piece.place for piece in chunk.slices]
@@ -272,7 +274,7 @@ def _misplaced(plan: ChunkPlan) -> Breaks:
 
 
 def _misgrown(plan: ChunkPlan) -> Breaks:
-    """I2, for sequences that branch: pieces are laid out depth-first, and no piece continues one
+    """Yield violations of I2 in branches: pieces are laid out depth-first, and none continues one
     that shares its chunk with other branches. Only unsampled plans of one process may branch."""
     pieces: dict[int, list[tuple[Slice, int]]] = defaultdict(list)
     for index, chunk in enumerate(plan.chunks):
@@ -298,9 +300,9 @@ def _misgrown(plan: ChunkPlan) -> Breaks:
 
 
 def _not_once(grid: Grid) -> Breaks:
-    """I3. Each cell has one Forward, except chunks of a sampled plan that does not report losses. A
-    chunk has Backwards at all stages from `frozen_stages` on, or at none; in a plan that is not
-    sampled, all chunks but dummies have them or none has."""
+    """Yield violations of I3: each cell has one Forward, except chunks that a sampled plan leaves
+    out. A chunk has one Backward at each stage from `frozen_stages` on, or none at all. Without
+    sampling, all chunks but dummies have Backwards, or none has."""
     plan, frozen, num_stages = grid.plan, grid.plan.frozen_stages, grid.num_stages
     firsts = {Forward: grid.forward, Backward: grid.backward}
     for at, action, cell in grid.each(*COMPUTING):
@@ -330,8 +332,8 @@ def _not_once(grid: Grid) -> Breaks:
 
 
 def _odd_factors(grid: Grid) -> Breaks:
-    """I3, for factors. Only a sampled plan scales gradients, by equal finite factors at all stages
-    of a chunk; in any other plan each label counts once."""
+    """Yield violations of I3 for gradient factors. Only a sampled plan scales gradients, by finite
+    factors that are equal at all stages of a chunk; in any other plan each label counts once."""
     factors: dict[int, tuple[float, float]] = {}
     for at, action, _ in grid.each(Backward):
         assert isinstance(action, Backward)
@@ -345,8 +347,8 @@ def _odd_factors(grid: Grid) -> Breaks:
 
 
 def _out_of_order(grid: Grid) -> Breaks:
-    """I4. F(c,s) comes after F(c,s-1) and after F of the sequence's chunk before; B(c,s) comes
-    after F(c,s) and B(c,s+1)."""
+    """Yield violations of I4, for F (Forward) and B (Backward) of chunk c at stage s: F(c,s) comes
+    after F(c,s-1) and F of the chunk that c continues; B(c,s) comes after F(c,s) and B(c,s+1)."""
     received: dict[tuple[Payload, int, int], int] = {}
     for at, action, cell in grid.each(Recv):
         assert isinstance(action, Recv)
@@ -382,8 +384,8 @@ def _out_of_order(grid: Grid) -> Breaks:
 
 
 def _mixed_phases(grid: Grid) -> Breaks:
-    """I4, for two phases. The caller computes the loss from all outputs, so no other computation of
-    a rank comes before its last Forward."""
+    """Yield violations of I4 in plans of two phases. The caller computes the loss from all outputs,
+    so all Forwards of a rank come before its other computations, and none keeps its graph."""
     begun: set[int] = set()
     for at, action, cell in grid.each(*COMPUTING) if grid.plan.two_phases else ():
         if not isinstance(action, Forward):
@@ -395,9 +397,9 @@ def _mixed_phases(grid: Grid) -> Breaks:
 
 
 def _missing_kv(grid: Grid) -> Breaks:
-    """I5. A cell drops its K,V if it keeps its input only, or its attention outputs with a
-    RebuildKV to come. Its K,V exist until the last Forward of their sequence, and again from
-    RebuildKV on. K,V of other cells exist until their Backward."""
+    """Yield violations of I5: K,V exist when they are read. A cell that keeps only its input, or
+    its attention outputs with a RebuildKV to come, drops its K,V after the last Forward of the
+    sequence; RebuildKV makes them again. K,V of other cells exist until their Backward."""
     again = {cell for _, _, cell in grid.each(RebuildKV)}
     drops = {
         cell
@@ -433,8 +435,8 @@ def _missing_kv(grid: Grid) -> Breaks:
 
 
 def _lost_kv_gradients(grid: Grid) -> Breaks:
-    """I6. A Backward comes after the Backwards of all later chunks of its sequence, which send it
-    dK,dV. No RebuildKV comes in between: it would replace the K,V and lose these gradients."""
+    """Yield violations of I6: a Backward comes after the Backwards of all later chunks of its
+    sequence, which send it dK,dV. No RebuildKV comes in between, as it would lose dK,dV."""
     never = len(grid.actions)
     first_sent = [never] * len(grid.backward)
     """Index of the first Backward that sends dK,dV to each cell."""
@@ -457,7 +459,8 @@ def _lost_kv_gradients(grid: Grid) -> Breaks:
 
 
 def _odd_graphs(grid: Grid) -> Breaks:
-    """I7. A Backward consumes one graph, of a Forward with keep="all" or of a Recompute."""
+    """Yield violations of I7: each Backward consumes one autograd graph, which a Forward with
+    keep="all" or a Recompute has made."""
     graphs: set[int] = set()
     for at, action, cell in grid.each(Forward, Recompute, Backward):
         if isinstance(action, Backward):
@@ -480,7 +483,8 @@ def _odd_graphs(grid: Grid) -> Breaks:
 
 
 def _after_the_end(grid: Grid) -> Breaks:
-    """I8. After B(c,s) nothing uses the cell or reads its K,V; each graph has its Backward."""
+    """Yield violations of I8: after the Backward of a cell nothing computes in the cell or reads
+    its K,V, and each graph has a Backward that consumes it."""
     never = len(grid.actions)
     ends = [at if at >= 0 else never for at in grid.backward]
     freed = [never] * len(ends)
@@ -506,8 +510,8 @@ _Entries = list[tuple[int, object]]
 
 
 def _unpaired_messages(grid: Grid) -> Breaks:
-    """I9. Each message sends a result that its sender has computed to the rank that needs it, and
-    both ranks list the messages between them in the same order."""
+    """Yield violations of I9 for messages: a rank sends only results that it has computed, to the
+    rank that needs them, and both ranks list the messages between them in the same order."""
     sent: dict[tuple[int, int], _Entries] = defaultdict(list)
     received: dict[tuple[int, int], _Entries] = defaultdict(list)
     seen: set[tuple[str, int]] = set()
@@ -538,7 +542,8 @@ def _unpaired_messages(grid: Grid) -> Breaks:
 
 
 def _odd_reduces(grid: Grid) -> Breaks:
-    """I9. Gradients are reduced once, after the last Backward, on all ranks or on none."""
+    """Yield violations of I9: gradients of a stage are reduced once, after the last Backward of the
+    stage on the rank, and either on all ranks or on none."""
     last = {(action.stage, grid.ranks[at]): at for at, action, _ in grid.each(Backward)}
     reduces: dict[tuple[int, int], int] = {}
     for at, action, _ in grid.each(Reduce):
@@ -563,9 +568,9 @@ def _odd_reduces(grid: Grid) -> Breaks:
 
 
 def _unequal_collectives(grid: Grid) -> Breaks:
-    """I9. Ranks issue the collectives of all stages that they share in the same order. If each pass
-    gathers its weights, passes are collectives too: in FSDP2 a surplus pass hangs, and swapped
-    passes silently compute with the weights of other layers if these have equal sizes."""
+    """Yield violations of I9: ranks issue the collectives of all stages that they share in the same
+    order. If each pass gathers its weights, passes are collectives, too: in FSDP2 a surplus pass
+    hangs, and swapped passes silently compute with other layers' weights of equal sizes."""
     lists: dict[int, _Entries] = defaultdict(list)
     for at, (action, rank, way) in enumerate(
         zip(grid.actions, grid.ranks, grid.ways(), strict=True)
@@ -590,8 +595,8 @@ def _lacks(rank: int) -> str:
 
 
 def _used_while_sharded(grid: Grid) -> Breaks:
-    """I9. On a rank that unshards a stage, Unshard comes before all computation there, and Reshard
-    comes after the Reduce, since gradients have full size until then."""
+    """Yield violations of I9 for stages that a rank unshards: Unshard comes before all computation
+    in the stage, and Reshard after the Reduce, since gradients have full size until then."""
     sharded = {(action.stage, grid.ranks[at]) for at, action, _ in grid.each(Unshard, Reshard)}
     for at, action, _ in grid.each(*ON_PARAMETERS, *COMPUTING) if sharded else ():
         key = action.stage, grid.ranks[at]
@@ -608,8 +613,8 @@ def _used_while_sharded(grid: Grid) -> Breaks:
 def _unequal(
     grid: Grid, ranks: tuple[int, int], lists: Sequence[_Entries], lacks: Callable[[int], str]
 ) -> Breaks:
-    """Yield the places where two ranks' lists differ. `lacks`: words for what the rank with the
-    shorter list is missing."""
+    """Yield a violation for each position at which the two ranks' `lists` differ. `lacks` returns
+    the reason to give for the rank with the shorter list."""
     ours, theirs = lists
     for (one, value), (other, different) in zip(ours, theirs, strict=False):
         if value != different:
@@ -620,15 +625,15 @@ def _unequal(
 
 
 def _stalls(grid: Grid) -> Breaks:
-    """I10. Run each rank until it blocks, in turns, until none advances. A Send never waits, a Recv
-    waits for its message, a collective or a pass that gathers weights for all ranks of its stage.
-    Relies on equal orders at both ends (I9)."""
+    """Yield violations of I10: no rank waits for ever. Each rank runs until it blocks, in turns,
+    until none advances. A Send never waits, a Recv waits for its message, a collective (or a pass
+    that gathers weights) for all ranks of its stage. Relies on equal orders at both ends (I9)."""
     posted: Counter[object] = Counter()
     """Messages sent per channel, and ranks that have entered each collective."""
     ways = grid.ways()
 
     def walk(rank: int) -> Iterator[int]:
-        """Run the rank's list; yield the index of an action for as long as it must wait."""
+        """Run the actions of a rank; yield the index of an action for as long as it must wait."""
         passed: Counter[object] = Counter()
         for at in range(grid.starts[rank], grid.starts[rank + 1]):
             action = grid.actions[at]
@@ -660,7 +665,7 @@ def _stalls(grid: Grid) -> Breaks:
 
 
 def _beyond_budget(grid: Grid, memory: Memory) -> Breaks:
-    """I11. The bytes in use at each action stay within the rank's budget."""
+    """Yield violations of I11: the bytes in use at each action stay within the rank's budget."""
     budget = memory.device_budget_bytes
     for rank, start in enumerate(grid.starts[:-1]):
         for at, used in enumerate(memory.peak_bytes_of_actions(grid.plan, rank), start):

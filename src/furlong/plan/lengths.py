@@ -52,8 +52,8 @@ _Entry = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The size of a global batch: a number of sequences, or the most sequences (at least one) whose
-    tokens together are at most `tokens`."""
+    """The size of a global batch: a number of sequences, or a bound on their total tokens, up to
+    which a batch is filled (with at least one sequence)."""
 
     sequences: int | None = None
     tokens: int | None = None
@@ -62,7 +62,8 @@ class StepSize:
         return f"{self.sequences:,}" if self.tokens is None else f"at most {self.tokens:,} tokens"
 
     def check(self, num_draws: int, noun: str = "sequence") -> None:
-        """Raise ConfigError if an epoch of `num_draws` sequences is smaller than one batch."""
+        """Raise ConfigError if an epoch of `num_draws` sequences is smaller than one batch. `noun`:
+        word for a sequence in the error text."""
         if self.sequences is not None and self.sequences > num_draws:
             raise ConfigError(
                 given=f"train.sequences_per_step = {self.sequences:,}",
@@ -73,8 +74,8 @@ class StepSize:
             )
 
     def stops(self, lens: Sequence[int]) -> list[int]:
-        """Return the end index of each batch of the sequences with `lens` tokens, in this order;
-        the last batch may be smaller."""
+        """Return the index at which each batch ends if sequences of `lens` tokens are batched in
+        this order. The last batch may be smaller."""
         count = len(lens)
         if self.tokens is None:
             assert self.sequences is not None
@@ -87,22 +88,23 @@ class StepSize:
         return stops
 
     def cut(self, lens: Sequence[int]) -> list[Sequence[int]]:
-        """Return the batches of the sequences with `lens` tokens, in this order."""
+        """Return the sequence lengths `lens` cut into batches, in this order."""
         return [lens[i:j] for i, j in pairwise([0, *self.stops(lens)])]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The sequences of one call of the engine in two phases (`ChunkPlan.two_phases`)."""
+    """The sequence lengths of one engine call in two phases: all forwards, the caller's loss, then
+    all backwards (`ChunkPlan.two_phases`)."""
 
     seq_lens: tuple[int, ...]
     shared: int = 0
     """Number of first tokens that all sequences share."""
 
     def planned(self, size: int) -> tuple[list[int], dict[int, list[tuple[int, int]]]]:
-        """Return the sequence lengths of a plan in chunks of `size` tokens, and their branches
-        {sequence: [(start of the branch, token it continues from)]}, as `runtime.batch.
-        join_prompts` joins two sequences that share at least the first chunk."""
+        """Return the sequence lengths to plan in chunks of `size` tokens, and their branches
+        {sequence: [(start of the branch, token that it continues from)]}. Two sequences that share
+        at least the first chunk become one with a branch, as in `runtime.batch.join_prompts`."""
         longer, *others = sorted(self.seq_lens, reverse=True)
         if not others or others[0] <= size or self.shared < size:
             return list(self.seq_lens), {}
@@ -110,7 +112,8 @@ class Call:
         return [longer + others[0] - self.shared], forks
 
     def num_tokens(self, size: int) -> int:
-        """Return the tokens of a plan in chunks of `size` tokens."""
+        """Return the number of tokens to compute in chunks of `size` tokens; a prompt that
+        sequences share in one plan counts once."""
         return sum(self.planned(size)[0])
 
 
@@ -137,8 +140,8 @@ class Lengths:
 
     @property
     def num_pairs(self) -> int:
-        """Query-key pairs of causal attention, seq_len * (seq_len + 1) / 2 for each sequence, to
-        which the FLOPs of full attention are proportional."""
+        """Number of query-key pairs of causal attention, seq_len * (seq_len + 1) / 2 for each
+        sequence. The FLOPs of full attention are proportional to it."""
         return sum(n * (n + 1) // 2 * count for n, count in self.counts)
 
     @property
@@ -155,8 +158,8 @@ class Lengths:
         return self.longest
 
     def buckets(self) -> tuple[LengthBucket, ...]:
-        """Return buckets bounded by powers of two, from that of the shortest sequence to that of
-        the longest; lengths up to `FIRST_BUCKET_TOKENS` are one bucket."""
+        """Return the sequences in buckets bounded by powers of two, some perhaps empty. Lengths up
+        to `FIRST_BUCKET_TOKENS` share one bucket."""
         buckets = []
         for exponent in range(_exponent(self.counts[0][0]), _exponent(self.longest) + 1):
             upto = 2**exponent
@@ -175,7 +178,7 @@ class LengthBucket(Lengths):
 
 
 def count_lengths(seq_lens: Iterable[int]) -> Lengths:
-    """Return the multiset of `seq_lens`. Raises ValueError if empty or if one is not positive."""
+    """Return `seq_lens` as a multiset. Raises ValueError if it is empty or has one below 1."""
     counted = Counter(int(seq_len) for seq_len in seq_lens)
     if not counted or min(counted) < 1:
         raise ValueError("lengths are positive, and there is at least one")
@@ -185,15 +188,15 @@ def count_lengths(seq_lens: Iterable[int]) -> Lengths:
 def choose_calls(
     seq_lens: NDArray[Any], shared_of: Callable[[int], int], size: int | None = None
 ) -> tuple[Call, ...]:
-    """Return the calls that a run is planned for: `NUM_TIMED` that represent all for time, then for
-    memory the call with most tokens for each chunk size (powers of two, and `size`) and the call
-    with the longest sequence.
+    """Return the calls to predict for a run on pairs. `NUM_TIMED` representative calls come first,
+    for the step time. The others may need most memory: the call with most tokens for each chunk
+    size (powers of two, and `size`), and the call with the longest sequence.
 
     Args:
         seq_lens: (U, n), tokens of the n sequences of each of U calls.
         shared_of: returns the number of first tokens that the two sequences of a call share. It is
-            called for few calls only: a call whose sequences have fewer tokens than another has
-            after joining its shared prompt never needs most.
+            called for few calls only: a call that has fewer tokens than another call has after
+            joining its shared prompt never needs most memory.
         size: the chunk size of the run, if it is set.
     """
     sums, number = seq_lens.sum(axis=1), len(seq_lens)
@@ -218,8 +221,8 @@ def choose_calls(
 
 
 def draw_lengths(lengths: Lengths, count: int, seed: int) -> tuple[int, ...]:
-    """Return the lengths of `count` sequences in random order; each comes once before any comes
-    again. A longer draw with the same seed begins with a shorter one."""
+    """Return the lengths of `count` sequences in random order; every sequence is drawn once before
+    one is drawn again. With the same seed, a longer draw begins with the shorter one."""
     import numpy as np
 
     generator = np.random.default_rng(seed)
@@ -229,7 +232,7 @@ def draw_lengths(lengths: Lengths, count: int, seed: int) -> tuple[int, ...]:
 
 
 def write_lengths(file: Path, lengths: Lengths) -> None:
-    """Write the file atomically. Raises ConfigError."""
+    """Write `lengths` to the file atomically. Raises ConfigError if it cannot be written."""
     values = {"version": LENGTHS_VERSION, "lengths": [list(pair) for pair in lengths.counts]}
     if lengths.calls:
         values["calls"] = [[*call.seq_lens, call.shared] for call in lengths.calls]
@@ -251,7 +254,8 @@ class _File(BaseModel, strict=True):
 
 
 def read_lengths(file: Path) -> Lengths:
-    """Read lengths from a file in either form. Raises ConfigError."""
+    """Read lengths from a file of numbers, or of pairs (tokens, number of sequences). Raises
+    ConfigError if the file is unreadable."""
     try:
         saved = _File.model_validate_json(file.read_text(encoding="utf-8"))
     except ValidationError as error:
@@ -272,7 +276,7 @@ def read_lengths(file: Path) -> Lengths:
 
 
 def _exponent(seq_len: int) -> int:
-    """Return the exponent of the power of two that bounds the bucket of `seq_len` from above."""
+    """Return n such that the length bucket of `seq_len` ends at 2**n tokens."""
     return (max(seq_len, FIRST_BUCKET_TOKENS) - 1).bit_length()
 
 

@@ -1,17 +1,19 @@
 """The passes of a plan: what each action computes, writes and saves, and what is freed after it.
 
-Executor, cost model and memory simulation all read these answers. A forward stops as early as the
-plan allows. At the last stage, where its output is not needed (the Recompute will compute it), it
-stops after the last K,V projection; if no later chunk reads its K,V either, it computes nothing.
-The same holds for a chunk that a sampled plan did not draw, unless the plan reports its loss. In a
-plan of two phases every forward runs to its end, as the caller needs all outputs.
+Executor, cost model and memory simulation all use these functions. A cell is the work of one chunk
+at one stage.
 
-K,V of a cell are written by its Forward (if a later chunk reads them) and again by each RebuildKV.
-They are read by each action of later chunks of the same sequence (if it branches, of descendants)
-at the same stage, and held for the cell's Recompute and Backward. They are freed after the last
-such action before they are written again. So with `keep="input"` and a RebuildKV they are freed
-after the last forward of their sequence, and K,V of a cell without a Backward after their last
-reader.
+A Forward stops as early as the plan allows. At the last stage its output is not needed if a
+Recompute follows: it then stops after the last K,V projection or, if no later chunk reads its K,V,
+computes nothing. The same holds for a chunk that a sampled plan did not draw, unless the plan
+reports its loss. In a plan of two phases every Forward runs to its end, as the caller needs all
+outputs.
+
+K,V of a cell are written by its Forward, if a later chunk reads them, and again by each RebuildKV.
+All actions of later chunks of the sequence (if it branches, of descendants) at the same stage read
+them, and the cell's Recompute and Backward need them. They are freed after the last such action
+before they are written again. With `keep="input"` and a RebuildKV that is the last Forward of the
+sequence; in a cell without a Backward it is the last reader.
 
 The input of a cell after the first stage is allocated when the stage before delivers it. It is
 freed after the last pass that reads it, or replaced by its gradient in the cell's Backward. The
@@ -33,7 +35,7 @@ autograd graph; the stage with its graph; the backward of a graph made before.""
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The computation of one action on its cell."""
+    """What one action computes in its cell (one chunk at one stage)."""
 
     computes: Computed = "nothing"
     writes_kv: bool = False
@@ -57,16 +59,16 @@ Direction = Literal["forward", "backward"]
 def layer_directions(plan: ChunkPlan, rank: int) -> tuple[Direction | None, ...]:
     """Return the direction in which each action of `rank` runs the layers of its stage, or None.
 
-    If each pass gathers weights, this is the order in which layers are gathered. A recompute inside
-    a Backward adds no gather: the weights are there.
+    If each pass gathers weights, this is the order in which layers are gathered. Recomputation
+    inside a Backward gathers nothing more: the weights are there.
     """
     ways: dict[Computed, Direction | None] = {"nothing": None, "backward": "backward"}
     return tuple(ways.get(what.computes, "forward") for what in passes(plan, rank))
 
 
 def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
-    """Return one pass for each action of `rank`, NOTHING for those that compute nothing. Cached on
-    the plan, which is immutable."""
+    """Return the pass of each action of `rank`, NOTHING for an action that computes nothing. The
+    result is cached on the plan, which is immutable."""
     known: dict[int, tuple[Pass, ...]] = vars(plan).setdefault("_passes", {})
     if rank not in known:
         known[rank] = _passes_of(plan, rank)
@@ -74,8 +76,8 @@ def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
 
 
 def keep_passes(made: ChunkPlan, first_rank: int, plan: ChunkPlan) -> None:
-    """Cache the passes of `plan` for ranks `first_rank` onwards of `made`, whose lists are those of
-    `plan` after some leading actions on parameters."""
+    """Cache the passes of `plan` on the plan `made`. From rank `first_rank` on, `made` has the
+    action lists of `plan`, perhaps after some leading actions on parameters (Unshard)."""
     known: dict[int, tuple[Pass, ...]] = vars(made).setdefault("_passes", {})
     for rank, actions in enumerate(plan.actions):
         ahead = len(made.actions[first_rank + rank]) - len(actions)

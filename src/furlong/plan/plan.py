@@ -2,7 +2,8 @@
 
 A plan covers a grid. Its columns are chunks (at most `chunk_size` tokens of one or more sequences),
 its rows are stages (consecutive layers); a cell is (chunk, stage). For each rank the plan lists
-actions on these cells, in order. Everything here is immutable and free of torch.
+actions on these cells, in order. With sequence parallelism a rank of a plan is a pool of `sp_size`
+processes. Everything here is immutable and free of torch.
 
 A sequence may branch: one prompt with several answers, laid out as one sequence.
 
@@ -36,7 +37,7 @@ Payload = Literal["activation", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The offload target of each kind of memory."""
+    """Where each kind of kept tensor is stored: on the device, in CPU memory or on disk."""
 
     kv: OffloadTarget = "none"
     """K,V of cut sequences, and their gradients."""
@@ -49,7 +50,7 @@ class Offload:
 
     @property
     def targets(self) -> list[OffloadTarget]:
-        """The target of each kind that does not stay on the device."""
+        """The targets of the kinds of tensors that do not stay on the device."""
         kinds = (self.kv, self.inputs, self.attention, self.graphs)
         return [target for target in kinds if target != "none"]
 
@@ -61,8 +62,8 @@ ON_DEVICE = Offload()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The sequence-parallel group of a slice: processes [first, first + size) of a rank's pool of
-    `sp_size`, among which its tokens are divided equally."""
+    """The sequence-parallel group of a slice: processes [first, first + size) of a pool, which has
+    `sp_size` processes. The tokens of the slice are divided equally among them."""
 
     first: int
     size: int
@@ -76,8 +77,9 @@ FIRST_PROCESS = Place(0, 1)
 
 
 def place_sizes(sp_size: int) -> tuple[int, ...]:
-    """Return the possible sizes of places in a pool, ascending: the divisors of `sp_size`. A place
-    begins at a multiple of its size, so a process is in exactly one place of each size."""
+    """Return the possible sizes of sequence-parallel groups (`Place`) in a pool of `sp_size`
+    processes, ascending: the divisors of `sp_size`. A group begins at a multiple of its size, so a
+    process is in exactly one group of each size."""
     return tuple(size for size in range(1, sp_size + 1) if sp_size % size == 0)
 
 
@@ -106,9 +108,9 @@ class Chunk:
     """The slices that one forward computes together.
 
     A slice with `start > 0` has a prefix: the earlier tokens of its sequence, or of its path where
-    the sequence branches. Slices are ordered by falling size of their place, then by its first
-    process, which is the order of their all-to-alls. A chunk without slices is a dummy: each
-    process computes one token of no sequence, without a label.
+    the sequence branches. Slices on larger sequence-parallel groups (`Place`) come first, then
+    those on groups of lower processes: the order of their all-to-alls. A chunk without slices is a
+    dummy: each process computes one token of no sequence, without a label.
     """
 
     slices: tuple[Slice, ...]
@@ -119,8 +121,8 @@ class Chunk:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the chunk is a placeholder for collectives: for the passes of other ranks (see
-        `ChunkPlan.regathers`), or for their Reduce where the rank has no other chunk."""
+        """Whether the chunk has no slices, and is there only for collectives: for passes of other
+        ranks (see `ChunkPlan.regathers`), or for the Reduce of a rank without another chunk."""
         return not self.slices
 
 
@@ -152,7 +154,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class RebuildKV:
-    """Run the stage's forward without gradients, up to its last K,V projection."""
+    """Run a stage's forward without gradients, up to its last K,V projection, to have K,V again."""
 
     chunk: int
     stage: int
@@ -208,14 +210,14 @@ Bounds = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Tree:
-    """The pieces of one sequence, numbered depth-first; without branches each follows the last."""
+    """The pieces of a sequence as a tree, numbered depth-first; without branches a chain."""
 
     parents: tuple[int, ...]
     """For each piece, the earlier piece that it continues; -1 for the first."""
 
     @cached_property
     def continued(self) -> tuple[bool, ...]:
-        """For each piece, whether another one continues it."""
+        """For each piece, whether another piece continues it."""
         followed = set(self.parents)
         return tuple(piece in followed for piece in range(len(self.parents)))
 
@@ -227,7 +229,7 @@ class Tree:
         return found[::-1]
 
     def stops(self, lens: Sequence[int]) -> list[int]:
-        """Return the position id at which each piece ends, given the tokens of each piece."""
+        """Return the position id at which each piece ends. `lens`: tokens of each piece."""
         found: list[int] = []
         for parent, n in zip(self.parents, lens, strict=True):
             found.append(n + (found[parent] if parent >= 0 else 0))
@@ -276,7 +278,7 @@ class ChunkPlan:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def with_actions(self, actions: tuple[tuple[Action, ...], ...]) -> ChunkPlan:
-        """Return a plan of the same chunks with other actions; it shares what is cached of them."""
+        """Return a plan of the same chunks, and their cached properties, with other actions."""
         made = replace(self, actions=actions)
         # without `report_loss` the rest depends on which chunks have a Forward
         names = _OF_CHUNKS if self.report_loss else _OF_CHUNKS[:3]
@@ -296,12 +298,12 @@ class ChunkPlan:
 
     @cached_property
     def sizes_of_places(self) -> tuple[int, ...]:
-        """Sizes of the slices' places, ascending; (1,) if no sequence is sharded."""
+        """Sizes of slices' sequence-parallel groups, ascending; (1,) if no sequence is sharded."""
         return tuple(sorted({p.place.size for chunk in self.chunks for p in chunk.slices})) or (1,)
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the stages that it runs a Forward of, ascending."""
+        """For each rank, the stages that it holds (runs a Forward of), ascending."""
         stages = ({a.stage for a in own if isinstance(a, Forward)} for own in self.actions)
         return tuple(tuple(sorted(own)) for own in stages)
 
@@ -315,7 +317,7 @@ class ChunkPlan:
 
     @cached_property
     def groups(self) -> dict[int, tuple[int, ...]]:
-        """For each sequence that is cut, its chunks in the order of its tokens."""
+        """The chunks of each cut sequence in the order of its tokens, by seq_id."""
         pieces: dict[int, list[tuple[int, int]]] = {}
         for index, chunk in enumerate(self.chunks):
             for piece in chunk.slices:
@@ -328,7 +330,8 @@ class ChunkPlan:
 
     @cached_property
     def trees(self) -> dict[int, Tree]:
-        """For each sequence that branches, the tree of the chunks of its group."""
+        """The tree of each sequence that branches, by seq_id. Its nodes are the sequence's chunks,
+        in the order of `groups`."""
         return {
             seq_id: _tree_of([self.bounds(seq_id, c) for c in self.groups.get(seq_id, ())])
             for seq_id in {s.seq_id for c in self.chunks for s in c.slices if s.parent is not None}
@@ -336,7 +339,7 @@ class ChunkPlan:
 
     @cached_property
     def _behind(self) -> dict[int, dict[int, int]]:
-        """For each sequence that branches, stop of each slice -> position id after that slice."""
+        """Position ids in sequences that branch: seq_id -> {stop of a slice: id of next token}."""
         behind: dict[int, dict[int, int]] = {}
         for seq_id in self.trees:
             own = behind[seq_id] = {0: 0}
@@ -351,13 +354,14 @@ class ChunkPlan:
         return [(s.start, s.stop, s.goes_on_from) for s in own]
 
     def position(self, piece: Slice) -> int:
-        """Return the position id of a slice's first token: the tokens before it on its path."""
+        """Return a slice's first position id: the number of tokens before it on its path."""
         behind = self._behind.get(piece.seq_id)
         return piece.start if behind is None else behind[piece.goes_on_from]
 
     @cached_property
     def links(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each chunk, (seq_id, the chunk's position in the group) of each cut sequence."""
+        """For each chunk, (seq_id, index of the chunk among the sequence's chunks) of each cut
+        sequence that the chunk holds a piece of."""
         links: list[list[tuple[int, int]]] = [[] for _ in self.chunks]
         for seq_id, group in self.groups.items():
             for position, index in enumerate(group):
@@ -366,7 +370,7 @@ class ChunkPlan:
 
     @cached_property
     def num_computed(self) -> dict[int, int]:
-        """For each cut sequence, the number of its first chunks that have a Forward."""
+        """Number of first chunks of each cut sequence that have a Forward, by seq_id."""
         if self.report_loss:
             return {seq_id: len(group) for seq_id, group in self.groups.items()}
         computed = {a.chunk for acts in self.actions for a in acts if isinstance(a, Forward)}
@@ -377,7 +381,7 @@ class ChunkPlan:
 
     @cached_property
     def piece_lens(self) -> dict[int, list[int]]:
-        """For each cut sequence, its tokens in each of its chunks that have a Forward."""
+        """Tokens of each cut sequence in each of its chunks that have a Forward, by seq_id."""
         return {
             seq_id: [
                 sum(stop - start for start, stop, _ in self.bounds(seq_id, chunk))
@@ -392,7 +396,7 @@ class ChunkPlan:
         return tuple(any(self.is_read(*pair) for pair in pairs) for pairs in self.links)
 
     def is_read(self, seq_id: int, position: int) -> bool:
-        """Whether a later chunk of the group reads the K,V of the chunk at `position` in it."""
+        """Whether a later chunk of the sequence reads the K,V of its chunk number `position`."""
         tree = self.trees.get(seq_id)
         return tree.continued[position] if tree else position < self.num_computed[seq_id] - 1
 
@@ -402,8 +406,8 @@ class ChunkPlan:
         return frozenset(a.chunk for acts in self.actions for a in acts if isinstance(a, Backward))
 
     def kind(self, chunk: int) -> ChunkKind:
-        """Return the kind of a chunk. packed: whole sequences; split: a piece of one; hybrid: a
-        last piece and whole sequences; dummy: no slice."""
+        """Return the kind of a chunk. packed: whole sequences; split: a piece of one sequence;
+        hybrid: the last piece of one sequence, and whole sequences; dummy: no slice."""
         slices = self.chunks[chunk].slices
         if not slices:
             return "dummy"
@@ -414,8 +418,9 @@ class ChunkPlan:
 
 
 def _tree_of(group: Sequence[Sequence[Bounds]]) -> Tree:
-    """Return the tree of a sequence's chunks, given its slices in each. Slices in one chunk all
-    continue the same piece. Raises KeyError if a slice continues no earlier one's end."""
+    """Return the tree of a sequence's chunks. `group`: bounds of the sequence's slices in each
+    chunk; the slices in one chunk all continue the same piece. Raises KeyError if a slice does not
+    continue the end of an earlier slice."""
     by_stop, parents = {0: -1}, []
     for number, slices in enumerate(group):
         parents.append(by_stop[slices[0][2]])

@@ -1,11 +1,11 @@
 """The rows of a chunk on each process, before and after the all-to-alls of sequence parallelism.
 
-A place is the sequence-parallel group of a slice. A level is one place of a process with the rows
-of all slices of a chunk that lie on it, concatenated. Before the exchange each process of the place
-has an equal part of these rows with all heads; after it, all rows with its part of the heads. If
-the place has more processes than the heads can be divided among, it consists of inner places of
-equal size: queries are exchanged within an inner place, keys and values gathered from the whole
-place. Inputs, attention, messages and losses all read these integers.
+A place is the sequence-parallel group of a slice. A level is one of the places that a process is
+in, with the rows of all slices of a chunk on this place, concatenated. Before the exchange (an
+all-to-all) each process of the place has an equal part of these rows with all heads; after it, all
+rows with its part of the heads. If the place has more processes than the heads can be divided
+among, it consists of inner places of equal size: queries are exchanged within an inner place, keys
+and values gathered from the whole place. Inputs, attention, messages and losses all use these rows.
 
     s  processes of the place;  u  processes that divide the heads;  c = s / u  inner places
 """
@@ -26,16 +26,17 @@ RowRun = tuple[int, int, int]
 
 @cache
 def inner_size(size: int, num_heads: int, num_kv_heads: int) -> int:
-    """Return the processes per inner place of a place of `size`: the most that can divide the query
-    heads, with whole K,V heads on each process or one shared by several. Each of the size / inner
-    places attends for its part of the rows, to K,V gathered from the whole place."""
+    """Return the number of processes in each subgroup (inner place) of a sequence-parallel group of
+    `size`: the most that can divide the query heads, with whole K,V heads on each process or one
+    K,V head shared by several. Each of the size / inner subgroups computes attention for its part
+    of the rows, to K,V gathered from the whole group."""
     fitting = (n for n in range(gcd(size, num_heads), 1, -1) if gcd(size, num_heads) % n == 0)
     return next((n for n in fitting if num_kv_heads % n == 0 or n % num_kv_heads == 0), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive tokens of a slice among the query rows of a level."""
+    """Consecutive tokens of a slice: rows [start, stop) of the query rows of a `Level`."""
 
     start: int
     stop: int
@@ -45,7 +46,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class PlacedSlice:
-    """A slice of a chunk on one process after the exchange."""
+    """A slice of a chunk on one process after the all-to-all: where its queries and keys are."""
 
     index: int
     """Index of the slice in the chunk."""
@@ -60,14 +61,14 @@ class PlacedSlice:
 
     @property
     def num_pairs(self) -> int:
-        """About twice the number of its query-key pairs, over all processes."""
+        """About twice the number of query-key pairs of the slice, over all processes."""
         num_tokens = self.keys[1] - self.keys[0]
         return num_tokens * (2 * self.start + num_tokens)
 
 
 @dataclass(frozen=True)
 class Level:
-    """The rows that a process exchanges within one of its places."""
+    """The rows that a process exchanges within one of its sequence-parallel groups (a place)."""
 
     size: int
     """Processes of the place; 1: nothing is exchanged."""
@@ -92,24 +93,24 @@ class Level:
 
     @property
     def inner(self) -> int:
-        """Index of the process's inner place."""
+        """Index of the inner place (subgroup of processes) that the process is in."""
         return self.member // self.inner_size
 
     @cached_property
     def inner_rows(self) -> tuple[int, ...]:
-        """Rows of each inner place."""
+        """Number of rows of each inner place (subgroup that divides the heads)."""
         u = self.inner_size
         return tuple(sum(self.shares[b * u : (b + 1) * u]) for b in range(self.num_inner))
 
     @property
     def num_queries(self) -> int:
-        """Query rows after the exchange: those of the process's inner place."""
+        """Number of query rows after the exchange: all rows of the process's inner place."""
         return self.inner_rows[self.inner]
 
 
 @dataclass(frozen=True)
 class ChunkRows:
-    """The rows of a chunk on one process of a pool, by level."""
+    """The rows of a chunk on one process of a pool, by level (sequence-parallel group)."""
 
     levels: tuple[Level, ...]
     """Levels by falling size of their place: the order in which all processes exchange."""
@@ -122,8 +123,8 @@ class ChunkRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows of hidden states: a process without tokens computes one of no sequence, since a
-        model needs at least one."""
+        """Number of rows of hidden states. A process without tokens computes one row of no
+        sequence, since a model needs at least one."""
         return max(1, self.num_tokens)
 
     @cached_property
@@ -132,16 +133,16 @@ class ChunkRows:
 
     @cached_property
     def own(self) -> Level | None:
-        """The slices that lie on this process alone."""
+        """The level of the slices that lie on this process alone; None if there are none."""
         return next((level for level in self.levels if level.size == 1), None)
 
     def runs(self) -> Iterator[tuple[RowRun, int]]:
-        """Yield each run of tokens with the row of its first token."""
+        """Yield ((seq_id, start, stop), row of the first token) for each run of tokens."""
         return _with_rows(self.tokens)
 
 
 def _with_rows(runs: Iterable[RowRun]) -> Iterator[tuple[RowRun, int]]:
-    """Yield each run with the row of its first token when the runs are concatenated."""
+    """Yield (run, row of its first token) for each run of tokens, if the runs are concatenated."""
     row = 0
     for run in runs:
         yield run, row
@@ -152,9 +153,9 @@ def rows_of(
     chunk: Chunk, process: int, *, sp_size: int, q_heads: int, kv_heads: int,
     position: Callable[[Slice], int] = attrgetter("start"),
 ) -> ChunkRows:  # fmt: skip
-    """Return the rows of a chunk on `process` of a pool of `sp_size`, for a model with so many
-    query and key-value heads. `position` returns the position id of a slice's first token, which in
-    a branch differs from the token's index."""
+    """Return the rows of a chunk on `process` of a pool of `sp_size` processes, for a model with
+    `q_heads` query heads and `kv_heads` key-value heads. `position` returns the position id of a
+    slice's first token, which in a branch differs from the token's index."""
     assert 0 <= process < sp_size, f"process {process} of a pool of {sp_size}"
     by_size: dict[int, list[tuple[int, Slice]]] = {}
     for index, piece in enumerate(chunk.slices):
@@ -177,7 +178,8 @@ def _level(
     slices: Sequence[tuple[int, Slice]], size: int, u: int, member: int, row: int,
     position: Callable[[Slice], int],
 ) -> tuple[Level, list[RowRun]]:  # fmt: skip
-    """Return the level whose local rows begin at `row`, and the runs of its local tokens."""
+    """Return the level of `slices` for process `member` of a group of `size`, in rows from `row`
+    on, and the runs of its tokens before the exchange. `u`: processes that divide the heads."""
     num_inner, own_inner = size // u, member // u
     inners = [_inner_runs([piece for _, piece in slices], b, num_inner) for b in range(num_inner)]
     totals = [sum(stop - start for _, start, stop in runs) for runs in inners]
@@ -195,10 +197,10 @@ def _level(
 
 
 def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[RowRun]:
-    """Return (index of the slice, start, stop) of the query tokens of subgroup `inner`.
+    """Return the query tokens of subgroup `inner` as runs (index of the slice, start, stop).
 
     Each slice is cut into 2c parts (c = `num_inner`), and subgroup b computes parts b and 2c-1-b,
-    so that all have equal work under the causal mask.
+    so that all subgroups have equal work under the causal mask.
     """
     if num_inner == 1:
         return [(at, piece.start, piece.stop) for at, piece in enumerate(slices)]
@@ -215,7 +217,8 @@ def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[Row
 def _placed(
     slices: Sequence[tuple[int, Slice]], runs: Sequence[RowRun], position: Callable[[Slice], int]
 ) -> tuple[PlacedSlice, ...]:
-    """Return the slices of a level with the query rows of the inner place with tokens `runs`."""
+    """Return the slices of a level as one process has them after the exchange. `runs`: the query
+    tokens of the process's inner place, in row order."""
     stretches: list[list[Stretch]] = [[] for _ in slices]
     for (at, start, stop), row in _with_rows(runs):
         piece = slices[at][1]
@@ -232,7 +235,8 @@ def _placed(
 
 
 def _key_runs(inners: Sequence[Sequence[RowRun]]) -> tuple[RowRun, ...]:
-    """Return the rows of all tokens in token order, as runs (inner place, start, stop)."""
+    """Return the rows of the keys of all tokens in token order, as runs (inner place, start, stop).
+    `inners`: the query tokens of each inner place, in row order."""
     found = sorted(
         ((at, start), (inner, row, row + stop - start))
         for inner, runs in enumerate(inners)
@@ -242,7 +246,7 @@ def _key_runs(inners: Sequence[Sequence[RowRun]]) -> tuple[RowRun, ...]:
 
 
 def _cut(runs: Sequence[RowRun], rows: range) -> list[RowRun]:
-    """Return the tokens of concatenated runs that lie in `rows`."""
+    """Return those tokens of the concatenated `runs` that lie in `rows`."""
     found: list[RowRun] = []
     for (seq_id, start, stop), row in _with_rows(runs):
         first, end = max(rows.start, row), min(rows.stop, row + stop - start)

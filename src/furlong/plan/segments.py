@@ -1,6 +1,6 @@
-"""The tokens of a cut sequence that a layer stores, and the segments that they are cut into.
+"""The tokens of a cut sequence whose K,V a layer stores, and the segments that they are cut into.
 
-The KV store and the cost model both follow these integers.
+The KV store and the cost model both use these numbers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ per call would be a fifth of the call."""
 
 
 def row_step(device_type: str, sp_size: int = 1) -> int:
-    """Return the number of tokens to whose multiples planners cut slices on `sp_size` processes."""
+    """Return the step, in tokens, at whose multiples slices on `sp_size` processes begin."""
     return KERNEL_STEP * sp_size if device_type == "cuda" else 1
 
 
 def segment_tokens(token_bytes: float, device_type: str, is_moved: bool) -> int:
-    """Return the stored tokens per segment; K and V of a token take `token_bytes` in a layer.
+    """Return the number of tokens per segment; `token_bytes`: K and V of one token in one layer.
 
     A segment holds the keys of one kernel call. On a GPU without offload it is as large as a kernel
-    allows, since each call costs a pass over the rows' float32 output. Segments that are moved
-    (`is_moved`) are smaller: they need staging buffers, and the newest gradients stay on the device
-    in whole segments.
+    allows, since each call costs a pass over the rows' float32 output. Segments that are offloaded
+    (`is_moved`) are smaller: they need staging buffers, and whole segments of the newest gradients
+    stay on the device.
     """
     if device_type == "cuda" and not is_moved:
         return _MAX_BLOCK_TOKENS
@@ -45,7 +45,7 @@ def segment_tokens(token_bytes: float, device_type: str, is_moved: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredTokens:
-    """The tokens of one sequence that one layer stores, numbered without gaps from 0."""
+    """The tokens of one sequence whose K,V one layer stores, numbered without gaps from 0."""
 
     lens: tuple[int, ...]
     """Tokens of each piece."""
@@ -68,9 +68,9 @@ class StoredTokens:
         tree: Tree | None = None,
         block: int | None = None,
     ) -> StoredTokens:
-        """Return the stored tokens of pieces with `lens` tokens, cut into segments of
-        `per_segment`. With a sliding window of w, only the last w - 1 tokens of a piece are stored;
-        with attention blocks, only those of the unfinished block at its end."""
+        """Return the tokens to store of pieces with `lens` tokens, in segments of `per_segment`.
+        With a sliding window of w, only the last w - 1 tokens of a piece are stored; with attention
+        in blocks of `block` tokens, only those of the unfinished block at its end."""
         is_read = tree.continued if tree else (*(True for _ in lens[1:]), False)
         longest = max(lens, default=0) if window is None else window - 1
         kept = [min(n, longest) if read else 0 for n, read in zip(lens, is_read, strict=True)]
@@ -82,12 +82,12 @@ class StoredTokens:
         return cls(tuple(lens), offsets, bounds, tree=tree)
 
     def with_gradients_of(self, pieces: Iterable[int]) -> StoredTokens:
-        """Return a copy that keeps gradients of `pieces` only (ascending)."""
+        """Return a copy that keeps K,V gradients for the tokens of `pieces` (ascending) only."""
         parts = _joined(own for piece in pieces if (own := self.of_piece(piece)))
         return replace(self, with_gradients=tuple(parts))
 
     def gradients_in(self, tokens: range) -> list[range]:
-        """Return the ranges of `tokens` whose gradients are kept."""
+        """Return the ranges of `tokens` whose K,V gradients are kept."""
         if self.with_gradients is None:
             return [tokens] if tokens else []
         first = bisect_right(self.with_gradients, tokens.start, key=lambda part: part.stop)
@@ -99,7 +99,8 @@ class StoredTokens:
         return found
 
     def seen_from(self, piece: int, window: int | None) -> tuple[range, ...]:
-        """Return the ranges of stored tokens before `piece` that it sees, ascending."""
+        """Return the ranges of stored tokens, ascending, that piece `piece` attends to before its
+        first token. `window`: the layer's sliding window."""
         runs: list[range] = [range(self.offsets[piece])]
         if self.tree is not None:
             runs = _joined(self.of_piece(earlier) for earlier in self.tree.path(piece))
@@ -116,28 +117,28 @@ class StoredTokens:
         return range(self.offsets[piece], self.offsets[piece + 1])
 
     def seen_segments(self, piece: int, window: int | None) -> Sequence[int]:
-        """Return the segments with tokens that a piece sees, ascending."""
+        """Return the indices of the segments, ascending, with tokens that `seen_from` returns."""
         runs = [self.segments(run) for run in self.seen_from(piece, window)]
         if len(runs) < 2:
             return runs[0] if runs else range(0)
         return sorted({index for run in runs for index in run})
 
     def segments(self, tokens: range) -> range:
-        """Return the segments that hold some of `tokens`."""
+        """Return the range of segment indices that hold some of `tokens`."""
         if not tokens:
             return range(0)
         per_segment = self.bounds[1]  # all but the last have as many tokens as the first
         return range(tokens.start // per_segment, (tokens.stop - 1) // per_segment + 1)
 
     def pieces(self, tokens: range) -> list[int]:
-        """Return the pieces that hold some of `tokens`."""
+        """Return the indices of the pieces that hold some of the stored `tokens`."""
         first = bisect_right(self.offsets, tokens.start) - 1
         last = bisect_left(self.offsets, tokens.stop)
         return [p for p in range(first, last) if self.of_piece(p)] if tokens else []
 
 
 def _joined(parts: Iterable[range]) -> list[range]:
-    """Merge adjacent ones of ascending ranges."""
+    """Return ascending ranges with adjacent ones merged."""
     runs: list[range] = []
     for part in parts:
         if runs and runs[-1].stop == part.start:

@@ -114,8 +114,8 @@ def parse_action(text: str, *, source: str = "an action's text") -> Action:
 
 
 def format_chunk(chunk: Chunk, sp_size: int = 1) -> str:
-    """Return the short forms of a chunk's slices, separated by spaces, or `dummy` if it has none;
-    `sp_size`: processes of the pool."""
+    """Return the short forms of a chunk's slices, separated by spaces, or `dummy` if it has none.
+    `sp_size`: number of processes of the pool."""
     words = (
         f"{s.seq_id}:{s.start}-{s.stop}{_format_place(s.place, sp_size)}"
         + ("" if s.parent is None else f"<{s.parent}")
@@ -133,7 +133,7 @@ def _format_place(place: Place, sp_size: int) -> str:
 
 
 def parse_chunk(text: str, *, sp_size: int = 1, source: str = "a chunk's text") -> Chunk:
-    """Parse the short form of a chunk; `sp_size`: processes of the pool, for "@*". Raises
+    """Parse the short form of a chunk. `sp_size`: number of processes of the pool, for "@*". Raises
     UserError, which names `source` as the text's origin."""
     if text == _DUMMY:
         return Chunk(())
@@ -170,7 +170,7 @@ KIND_WORDS = {
 
 
 def offload_in_words(offload: Offload) -> str:
-    """Return words for where each kind of memory is stored."""
+    """Return words that say where each kind of kept tensor is stored (device, CPU or disk)."""
     words = {"none": "device", "cpu": "CPU", "disk": "disk"}
     held: dict[OffloadTarget, list[str]] = {}
     for kind, target in asdict(offload).items():
@@ -214,7 +214,7 @@ PLAN_VERSION = 7
 
 
 class _Saved(BaseModel, extra="forbid", strict=True):
-    """The JSON form of a plan; chunks and actions are texts."""
+    """The JSON form of a plan, with chunks and actions in their short forms."""
 
     made_for: Any = None
     version: Literal[6, 7]  # 6 has no reshard
@@ -280,5 +280,5 @@ def load_plan(text: str) -> ChunkPlan:
 
 
 def read_made_for(text: str) -> Any:
-    """Return the `made_for` of a saved plan, an empty dict if it has none."""
+    """Return the `made_for` of a saved plan (see `save_plan`), an empty dict if it has none."""
     return json.loads(text).get("made_for", {})

@@ -4,11 +4,11 @@
         candidate.options, candidate.plan_of(seq_lens)
 
 Each candidate has two closed forms: `TimeEstimate`, an estimate of its seconds, and `ByteBound`, a
-lower bound on the bytes of the longest sequence. Options that the user has given are fixed.
-Options are skipped if they are dominated (another candidate takes less time and no more memory), or
-if they have more cells than can be simulated. If whole graphs (keep="all") fit chunk-first, they
-are not offered layer-first, which computes and overlaps as much, and only holds dK,dV of fewer
-layers at a time.
+lower bound on the bytes of the longest sequence. Options that the user has given are fixed. Options
+are skipped if they are dominated (another candidate takes less time and no more memory), or if
+their plans have more (chunk, stage) cells than can be simulated. If whole graphs (keep="all") fit
+in memory chunk-first, they are not offered layer-first, which computes and overlaps as much, and
+only holds dK,dV of fewer layers at a time.
 
 With sampling, times are predicted for one draw, the same for all candidates; but memory must hold
 the exact plan, since any draw may include all chunks.
@@ -78,8 +78,9 @@ KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
 
 
 def chunks(asked: Space, method: str = CHUNKS, **fixed: Any) -> Iterator[Candidate]:
-    """Yield candidates with chunk options in a layout, by rising estimate. `method`: a published
-    system, with the options `fixed`; yields nothing if the user has given one another value."""
+    """Yield candidates with chunk options for the question and layout `asked`, by rising estimated
+    time. `method`: name of the published system whose plans have the options `fixed`; nothing is
+    yielded if the user has set one of these options to another value."""
     question, layout = asked.question, asked.layout
     if any(question.options.get(name, value) != value for name, value in fixed.items()):
         return
@@ -122,12 +123,13 @@ def chunks(asked: Space, method: str = CHUNKS, **fixed: Any) -> Iterator[Candida
 
 
 def pairs(space: Space) -> Iterator[Candidate]:
-    """Yield candidates in two phases, with a pair of sequences in each call, the fastest first.
+    """Yield candidates in two phases (all forwards, the caller's loss, all backwards), with a pair
+    of sequences in each call, the fastest first.
 
-    Between the phases memory holds the kept tensors of both sequences. From `attention`
-    (recomputes no attention) over `kv` (recomputes attention) to `input` (recomputes all forwards)
+    Between the phases memory holds the kept tensors of both sequences. From keep="attention"
+    (recomputes no attention) over "kv" (recomputes attention) to "input" (recomputes all forwards)
     memory falls, whatever the lengths are. All candidates are simulated, as there are few. A shared
-    prompt of a chunk or more is planned once, so chunk size decides which call needs most memory.
+    prompt of a chunk or more is planned once, so chunk size decides which call needs most.
     """
     question, model, num_layers = space.question, space.model, space.model.shape.num_layers
     given, found = question.options, []
@@ -156,9 +158,9 @@ def _plan_call(question: Question, options: ChunkOptions, seq_lens: Sequence[int
 
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:
-    """Return lower bounds on the bytes of a device: for the longest sequence and, if a step has
-    more chunks, another sequence; in a pipeline for the first and the last stage; with `reshard`
-    for the whole batches of two replicas: with the longest sequence, and with most tokens."""
+    """Return lower bounds on the bytes of a device, one per case that may need most: the longest
+    sequence and, if a step has more chunks, another one; in a pipeline the first and the last
+    stage; with `reshard` the whole batch with the longest sequence, and that with most tokens."""
     layout, stages = space.layout, space.stages
     if space.question.given.get("reshard") and not stages:
         replicas = space.whole or [own for step in space.dealt for own in step]
@@ -176,7 +178,7 @@ def bounds_of(space: Space, size: int) -> list[ByteBound]:
 
 
 def least_s(space: Space) -> float:
-    """Return a lower bound on the mean seconds of a step in a layout, for any chunks and places:
+    """Return a lower bound on the mean seconds of a step in a layout, for any chunks and sharding:
     all tokens of the busiest replica in one chunk, at best efficiency and without any wait."""
     sp_size, hardware = space.layout.sp, space.model.hardware
     endless = {
@@ -197,12 +199,13 @@ def least_s(space: Space) -> float:
 
 
 def sizes(space: Space, step_tokens: int = 0) -> list[int]:
-    """Return the chunk sizes to try: the given one, or two series.
+    """Return the chunk sizes to try: the size that the user has given, or else two series.
 
-    Powers of two (tokens per process), up to one that holds the longest sequence or `step_tokens`,
-    the tokens of the replica with most. And sizes that cut `step_tokens` evenly into few chunks:
-    a short last chunk takes nearly as long as a full one, and a chunk that no step fills wastes
-    memory."""
+    The first series is powers of two (tokens per process), up to one that holds the longest
+    sequence and `step_tokens`, the tokens of the replica with most. The second is sizes that cut
+    `step_tokens` evenly into few chunks: a short last chunk takes nearly as long as a full one, and
+    a chunk that no step fills wastes memory.
+    """
     question, sp_size = space.question, space.layout.sp
     if "size" in question.given:
         return [question.given["size"]]
@@ -221,7 +224,7 @@ def sizes(space: Space, step_tokens: int = 0) -> list[int]:
 
 
 def options_of(space: Space, size: int) -> Iterator[ChunkOptions]:
-    """Yield all options with one chunk size that may be worth a try."""
+    """Yield all chunk options with chunk size `size` that may be worth a try."""
     given, num_layers = space.question.options, space.model.shape.num_layers
     num_chunks = -(-space.question.longest // size)
     seen: set[ChunkOptions] = set()
@@ -241,9 +244,9 @@ def options_of(space: Space, size: int) -> Iterator[ChunkOptions]:
 
 
 def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
-    """Yield option values of orders: chunk-first ({}), then layer-first with stages of 1, 2, 4, ...
-    and all layers. One stage of all layers equals chunk-first, except that keep="input" need not
-    rebuild K,V. A pipeline has its own stages and is chunk-first."""
+    """Yield the option values of each order to try: chunk-first ({}), then layer-first with stages
+    of 1, 2, 4, ... and all layers. In one stage layer-first equals chunk-first, except that
+    keep="input" need not rebuild K,V. A pipeline has stages already and is chunk-first."""
     given, num_layers = space.question.options, space.model.shape.num_layers
     order, reshards = given.get("order"), given.get("reshard", False)
     if "stage_layers" in given or (reshards and not space.stages):
@@ -287,8 +290,8 @@ def _not_in_stages(space: Space, reshards: bool) -> ConfigError:
 
 
 def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple[Keep, int]]:
-    """Yield (keep, num_retained) to try. num_retained = 1 is free, as the running cell has its
-    graph. Layer-first retains only at the last stage, so more gains little."""
+    """Yield (keep, num_retained) to try. One retained graph costs no memory, as the running chunk
+    has a graph anyway. Layer-first retains graphs at the last stage only, so more gain little."""
     given = space.question.options
     numbers = [1] if layer_first else [1, *(n for n in _RETAINED if n < num_chunks)]
     if "num_retained" in given:
@@ -305,9 +308,9 @@ def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple
 def _offload(
     space: Space, options: ChunkOptions, num_chunks: int, stages: Sequence[int]
 ) -> Iterator[Offload]:
-    """Yield the given offload; otherwise no offload, then offloads of more and more tensors, those
-    with least traffic first: attention outputs, stage inputs, K,V. Graphs are not offloaded:
-    recomputing them moves fewer bytes."""
+    """Yield the offload that the user has given; otherwise no offload, then offloads of more and
+    more kinds of tensors, those with the least traffic first: attention outputs, stage inputs, K,V.
+    Graphs are not offloaded: recomputing them moves fewer bytes."""
     given, lower = space.question.given, space.question.limits.offload_targets
     if "offload" in given:
         yield ChunkOptions(offload=given["offload"]).offloading
@@ -331,9 +334,10 @@ def _offload(
 
 
 def longest_step(space: Space, size: int) -> list[int]:
-    """Return sequence lengths of the step that needs most memory: the longest, and one that fills
-    its last chunk; in a pipeline, chunks of others begun by then; without one, if the step has more
-    tokens, another sequence, run with all gradients in memory."""
+    """Return the sequence lengths of one replica's step that needs most memory: the longest
+    sequence, and one that fills its last chunk. In a pipeline, sequences follow whose chunks are in
+    memory at the same time. Without one, if a step has more tokens than a chunk, another sequence
+    follows, which runs with all gradients in memory."""
     question, has_more = space.question, space.most_tokens > size
     longest, tokens = question.longest, question.size.tokens
     left = (-(-(question.size.sequences or 0) // space.layout.dp) - 1) * longest
@@ -349,8 +353,9 @@ def longest_step(space: Space, size: int) -> list[int]:
 
 
 def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int], set[int]]:
-    """Return the number of stages of each kind (equal layers and head), by its first stage; and the
-    stages whose actions to list: these first stages and the next ones, which send gradients."""
+    """Return {first stage of a kind: number of its stages}, and the stages whose actions to list.
+    Stages of one kind have equal layers and head. The stages to list are the first of each kind and
+    the stage after it, which sends gradients to it."""
     alike = first_alike(shape, stages)
     # the first stage is a kind of its own: its inputs are token ids, which take no memory
     count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
@@ -358,11 +363,12 @@ def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int],
 
 
 class TimeEstimate:
-    """Estimated seconds of a given set of chunks, under any options with their size.
+    """Estimated seconds of given chunks, for any chunk options that have the same chunk size.
 
-    All chunks of a group run the same passes, except the last one, which no later chunk reads, and
-    the retained ones. So the actions of two or three chunks list all kinds of passes, and the times
-    of each are sums of the cost model's seconds over all chunks.
+    A group is the chunks of one sequence, or one packed chunk. All its chunks run the same passes,
+    except the last one, whose K,V no later chunk reads, and those that retain their graphs. So the
+    actions of two or three chunks contain all kinds of passes, and the seconds of each kind are
+    summed over all chunks by the cost model.
     """
 
     def __init__(
@@ -374,7 +380,7 @@ class TimeEstimate:
         stages: tuple[int, ...] = (),
         num_steps: float = 1,
     ) -> None:
-        """`sp_size`: processes of the pool that all slices are sharded over. `stages`: layers of
+        """`sp_size`: number of processes over which all slices are sharded. `stages`: layers of
         each stage of a pipeline. `num_steps`: how often the pipeline is filled and drained (below
         1: for a part of a step)."""
         self._model, self._num_layers = model, model.shape.num_layers
@@ -394,14 +400,14 @@ class TimeEstimate:
         self._compute: dict[ChunkOptions, float] = {}
 
     def seconds(self, options: ChunkOptions) -> float:
-        """Return about the seconds of the step: the maximum of computation and copies."""
+        """Return the step's approximate seconds: of computation or copies, whichever is more."""
         on_device = replace(options, offload="none", sample=None)
         if on_device not in self._compute:
             self._compute[on_device] = self._compute_s(on_device)
         return max(self._compute[on_device], self._copies_s(options))
 
     def _compute_s(self, options: ChunkOptions) -> float:
-        """Return the seconds of all passes; of a pipeline as `_filled_s` defines them."""
+        """Return the seconds of computation: of all passes or, for a pipeline, `_filled_s`."""
         shape, stages = self._model.shape, self._stages
         few = replace(options, num_retained=min(options.num_retained, 2))
         some = range(2 if options.num_retained < 2 else 3)  # enough for all kinds of passes
@@ -423,13 +429,14 @@ class TimeEstimate:
         return float(sum(count * passes_s[stage].sum() for stage, count in counts.items()))
 
     def _filled_s(self, passes_s: Array) -> float:
-        """Return the seconds of a pipeline of S stages.
+        """Return the seconds of a pipeline of S stages, including filling, draining and waits.
 
-        `passes_s`: (S, 3) seconds of forwards, backwards and other passes of all chunks. The result
-        is the larger of two: the slowest stage's time with filling and draining by the others; and
-        the last stage's time with its waits for the forwards of each group. The first S forwards of
-        a group arrive at the pace of the slowest stage; each later one also waits for a backward of
-        the group before. Recomputation waits for nothing.
+        `passes_s`: (S, 3), for each stage the seconds of all forwards, all backwards and all other
+        passes. The result is the larger of two times: that of the slowest stage, with filling and
+        draining by the others; and that of the last stage, with its waits for the forwards of each
+        group of chunks. Forwards of a group arrive at the pace of the slowest stage. In all groups
+        but the first of a step, each of the second to the S-th forward waits for a backward of the
+        group before instead. Recomputation waits for nothing.
         """
         num_chunks, num_groups = len(self._behind), len(self._group_sizes)
         forward_s = passes_s[:, 0] / num_chunks
@@ -452,8 +459,8 @@ class TimeEstimate:
         stages: tuple[int, ...],
         options: ChunkOptions,
     ) -> dict[int, Array]:
-        """Return, for each stage, (3,): seconds of forwards, backwards and other passes of all
-        chunks, given the `actions` of chunks `some` of one group."""
+        """Return {stage: array (3,)}: seconds of forwards, backwards and other passes of all
+        chunks. `actions` are those of chunks `some`, a few of one group, which stand for all."""
         pieces = tuple(Chunk((Slice(0, i, i + 1),)) for i in some)
         plan = ChunkPlan((len(some),), pieces, stages, (tuple(actions),))
         # chunks are sorted by the number after them: last of a group, retained, others
@@ -471,7 +478,7 @@ class TimeEstimate:
         return total
 
     def _sums_of(self, stages: tuple[int, ...], stage: int, part: PassPart) -> list[float]:
-        """Return prefix sums over chunks of the seconds of one part of a pass."""
+        """Return the prefix sums, over chunks, of the seconds of one part of a pass at a stage."""
         key = stages, stage, part
         if key not in self._sums:
             own = self._model.stage_seconds(
@@ -482,8 +489,8 @@ class TimeEstimate:
         return self._sums[key]
 
     def _copies_s(self, options: ChunkOptions) -> float:
-        """Return a lower bound on the seconds of the busiest link in its busier direction, without
-        latencies."""
+        """Return a lower bound on the seconds of copies of offloaded tensors: those of the busiest
+        link (to CPU memory or disk) in its busier direction, without latencies."""
         cell = self._model.memory().cell((self._num_layers,), 0)
         layers = self._num_layers / max(1, len(self._stages))
         num_stages = len(stages_of(self._num_layers, options))
@@ -517,10 +524,10 @@ class TimeEstimate:
 
 
 class ByteBound:
-    """Lower bound on the bytes of the longest sequence alone, in chunks of one size.
+    """Lower bound on the bytes that the longest sequence alone takes, in chunks of one size.
 
-    It is the maximum over: the last stage's first backward, with all kept tensors in memory; its
-    second, with its gradients too; and the first stage's, with the gradients of all stages.
+    It is the maximum over three moments: the last stage's first backward, with all kept tensors in
+    memory; its second, with its gradients too; and the first stage's, with all stages' gradients.
     """
 
     def __init__(
@@ -537,10 +544,11 @@ class ByteBound:
         beside_tokens: int = 0,
         has_gradients: bool = False,
     ) -> None:
-        """`others`: tokens of short sequences in the last chunk; `stage`: the device's stage in a
-        pipeline of `stages`; `ahead_tokens`: tokens of other sequences' chunks that this stage has
-        begun by then; `beside_tokens`: other tokens of the replica's step, if each stage runs for
-        the whole step (`reshard`); `has_gradients`: an earlier chunk has made all gradients."""
+        """`longest`, `size`: tokens of the longest sequence and of a chunk; `others`: tokens of
+        short sequences in its last chunk; `stage`: the device's stage in a pipeline of `stages`;
+        `ahead_tokens`: tokens of other sequences that have run forward on this stage before;
+        `beside_tokens`: other tokens of the replica's step, if each stage runs for the whole step
+        (`reshard`); `has_gradients`: whether an earlier chunk has made all gradients."""
         memory, shape, sp_size = model.memory(), model.shape, layout.sp
         self._memory, self._size = memory, max(1, size // sp_size)
         self._stages, self._stage, self._ahead_tokens = stages, stage, ahead_tokens
@@ -574,14 +582,16 @@ class ByteBound:
         """Tokens of a segment of offloaded K,V."""
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:
-        """Return sizes of a cell on the last of `stages`; in a pipeline, on the device's stage."""
+        """Return the sizes of a chunk's tensors at the last of `stages` or, in a pipeline, at the
+        device's stage."""
         if stages not in self._cells:
             whole, stage = (self._stages, self._stage) if self._stages else (stages, -1)
             self._cells[stages] = self._memory.cell(whole, stage % len(whole))
         return self._cells[stages]
 
     def _gradients(self, stages: tuple[int, ...], stage: int) -> list[float]:
-        """Return the bytes of gradients that the first Backward of a stage allocates."""
+        """Return the bytes of gradients that a stage's first Backward allocates: before its layers,
+        of each layer, and after them."""
         key = stages, stage
         if key not in self._made:
             held = frozenset((stage,) if self._stages else range(len(stages)))
@@ -590,8 +600,8 @@ class ByteBound:
         return self._made[key]
 
     def _static(self, stages: tuple[int, ...], *whole: int) -> int:
-        """Return the bytes in use throughout a step, including buffers of collectives; `whole`:
-        with resharding, the two stages whose weights are not freed."""
+        """Return the bytes in use throughout a step, including buffers of collectives. `whole`: the
+        two stages whose weights are not freed, if weights are freed during a step (`reshard`)."""
         key = stages, whole
         if key not in self._static_bytes:
             held = frozenset((self._stage,) if self._stages else range(len(stages)))
@@ -623,8 +633,9 @@ class ByteBound:
     def _at(
         self, options: ChunkOptions, current: int, *, done: int, num_hot: int = NUM_HOT
     ) -> Needs:
-        """Return the bytes during the last stage's backward of a chunk of `current` tokens, after
-        backwards of `done` tokens."""
+        """Return the bytes in each memory during the last stage's backward of a chunk of `current`
+        tokens, after backwards of `done` tokens. `num_hot`: number of newest segments of K,V
+        gradients that stay on the device if K,V are offloaded."""
         num_layers, tokens = self._num_layers, self._stored + self._last
         stages = stages_of(num_layers, options)
         cell, num_below = self._cell(stages), len(stages) - 1
@@ -691,8 +702,8 @@ class ByteBound:
         return Needs(*map(int, used.values()))
 
     def _at_first_stage(self, options: ChunkOptions) -> Needs:
-        """Return the bytes during the first stage's backward of the second to last chunk (or the
-        only one), when gradients of all stages are in memory."""
+        """Return the bytes in each memory during the first stage's backward of the second to last
+        chunk (or of the only one), when the gradients of all stages are in memory."""
         stages, tokens = stages_of(self._num_layers, options), self._stored + self._last
         current, done = (self._size, self._last) if self._stored else (self._last, 0)
         cell, offload, height = self._memory.cell(stages, 0), options.offloading, stages[0]
@@ -717,8 +728,8 @@ class ByteBound:
         return Needs(*map(int, used.values()))
 
     def _stored_tokens(self, height: int, *, seen: bool = False, most: float = inf) -> float:
-        """Return stored tokens summed over the last `height` layers, at most `most` in each;
-        `seen`: only tokens that the last chunk sees."""
+        """Return the number of tokens whose K,V are stored, summed over the last `height` layers,
+        at most `most` in each layer. `seen`: count only tokens to which the last chunk attends."""
         if height not in self._kinds:
             first = self._num_layers - height
             attending = zip(self._windows[first:], self._attends[first:], strict=True)

@@ -41,9 +41,9 @@ Groups = Sequence[Sequence[Chunk]]
 def group_chunks(
     seq_lens: Sequence[int], options: ChunkOptions, forks: Forks | None = None
 ) -> list[list[Chunk]]:
-    """Cut sequences longer than a chunk into pieces, the last with the remainder, and pack shorter
-    ones (ChunkFlow, Algorithm 1). Return a group per cut sequence and per packed chunk, stably
-    sorted by falling number of tokens. `forks`: branches of sequences."""
+    """Return the chunks of a batch in groups, stably sorted by falling number of tokens (ChunkFlow,
+    Algorithm 1). The pieces of a sequence longer than a chunk, the last with the remainder, are a
+    group; so is each chunk of packed shorter sequences. `forks`: branches of sequences."""
     refuse_unusable(seq_lens)
     forks, size = forks or {}, options.size
     groups = [
@@ -151,7 +151,8 @@ def branch_chunks(
     seq_id: int, seq_len: int, forks: Sequence[tuple[int, int]], chunk_size: int
 ) -> list[Chunk]:
     """Return the chunks of a sequence that branches, in the order of their first tokens. Short
-    branches of one parent are packed together if no other tokens continue them."""
+    branches of one parent are packed together if no other tokens continue them. `forks`: (first
+    token, end of the parent) of each branch."""
     parents = dict(forks)
     cuts = sorted({0, seq_len, *parents, *parents.values()})
     stretches = [(start, stop, parents.get(start)) for start, stop in pairwise(cuts)]
@@ -193,8 +194,8 @@ def by_cost(costs: Sequence[float], dp_size: int) -> list[list[int]]:
 
 
 def sequence_work(seq_lens: Sequence[int], shape: ModelShape) -> list[float]:
-    """Return the forward FLOPs of each whole sequence with head: Skrull's Eq. 13 with the exact
-    constants of the model (its quadratic term halved, since attention is causal)."""
+    """Return the forward FLOPs of each whole sequence, including the head: Skrull's Eq. 13 with the
+    exact constants of the model and half of the quadratic term, since attention is causal."""
     return [sum(sequence_flops(shape, seq_len)) for seq_len in seq_lens]
 
 
@@ -213,10 +214,10 @@ def refuse_idle(num_sequences: int, dp_size: int) -> None:
 def place_by_load(
     seq_lens: Sequence[int], work: Sequence[float], *, bucket_tokens: int, sp_size: int
 ) -> list[Place] | None:
-    """Place each sequence on one process or on the whole pool, or return None if they do not fit.
+    """Return the place of each sequence, one process or the whole pool; None if they do not fit.
 
     Skrull's RollBack (Algorithm 3) has a wrong sign and omits the other ranks. As corrected here it
-    succeeds whenever all tokens fit into all buckets together.
+    succeeds whenever all tokens fit into all processes' buckets together.
 
     Args:
         seq_lens: Tokens of each sequence.
@@ -273,9 +274,9 @@ def shard_all(groups: Groups, sp_size: int) -> list[list[Chunk]]:
 def shard_long(
     groups: Groups, seq_lens: Sequence[int], shape: ModelShape, sp_size: int
 ) -> list[list[Chunk]]:
-    """Return the groups with pieces of cut sequences sharded over the pool, and whole sequences on
-    one process as far as work is balanced (`place_by_load`). Up to rounding, a process holds no
-    more tokens than if all were sharded."""
+    """Return the groups of chunks with pieces of cut sequences sharded over the pool, and whole
+    sequences on one process each as far as this balances the work (`place_by_load`). Up to
+    rounding, a process holds no more tokens than if all sequences were sharded."""
     work, everywhere = sequence_work(seq_lens, shape), Place(0, sp_size)
 
     def placed(chunk: Chunk) -> Chunk:
@@ -291,7 +292,8 @@ def shard_long(
 
 
 def by_place(slices: Iterable[Slice]) -> tuple[Slice, ...]:
-    """Sort slices as a chunk needs them: by falling size of their places, then by first process."""
+    """Sort slices as a chunk needs them: by falling size of their sequence-parallel groups, then by
+    the first process of the group."""
     return tuple(sorted(slices, key=lambda s: (-s.place.size, s.place.first)))
 
 
@@ -304,7 +306,8 @@ def chunk_by_chunk(
     recompute_layers: int = 0,
 ) -> ChunkPlan:
     """Return an unchecked plan in which each chunk's Backward follows its Forward; replica d is
-    rank d. `recompute_layers`: number of first layers that are checkpointed one by one."""
+    rank d. `replicas`: chunks of each; `recompute_layers`: number of first layers that are
+    checkpointed."""
     chunks: list[Chunk] = []
     lists: list[tuple[Action, ...]] = []
     for own in replicas:
@@ -328,9 +331,10 @@ def peak_bytes(
     recompute_layers: int = 0,
     place_size: int | None = None,
 ) -> int:
-    """Return the peak bytes of a device with micro-batches of `device_tokens` tokens per device,
-    the larger of a step of one micro-batch and a step of two (the second runs with the gradients of
-    the first). `place_size`: processes over which each slice is sharded; None: the whole pool."""
+    """Return the peak bytes of a device if micro-batches have `device_tokens` tokens per device.
+    This is the larger of the peaks of a step of one micro-batch and a step of two, of which the
+    second runs with the gradients of the first. `place_size`: number of processes over which each
+    slice is sharded; None: the whole pool."""
     size = sp_size if place_size is None else place_size
     firsts, num_tokens = range(0, sp_size, size), device_tokens * size
     count = len(firsts)
@@ -352,8 +356,8 @@ def peak_bytes(
 
 @lru_cache(maxsize=4096)
 def fitting_tokens(memory: PlanMemory, **sizes: int) -> int:
-    """Return the most tokens per device that fit (Skrull's Eq. 12), 0 if none does. `sizes`:
-    keyword arguments of `peak_bytes`. Cached, as it does not depend on the batch."""
+    """Return the most tokens per device that fit in memory (Skrull's Eq. 12), 0 if not one fits.
+    `sizes`: keyword arguments of `peak_bytes`. Cached, as it does not depend on the batch."""
 
     def left(num_tokens: int) -> int:
         return memory.device_budget_bytes - peak_bytes(memory, num_tokens, **sizes)
@@ -378,7 +382,7 @@ def fitting_tokens(memory: PlanMemory, **sizes: int) -> int:
 
 
 def recompute_choices(num_layers: int) -> list[int]:
-    """Return the numbers of recomputed layers to try: none, all, and eighths in between."""
+    """Return the numbers of layers to try to recompute: none, all, and eighths in between."""
     return sorted({round(num_layers * eighth / 8) for eighth in range(9)})
 
 
@@ -391,8 +395,8 @@ def does_not_fit(
     recompute_layers: int,
     dp_size: int = 1,
 ) -> ConfigError:
-    """Return the error for a longest sequence that does not fit. `budget_bytes`: of one device;
-    None: the machine's."""
+    """Return the error for a batch whose longest sequence does not fit in memory. `budget_bytes`:
+    memory of one device; None: the machine's."""
     sizes = {"dp_size": dp_size, "sp_size": sp_size, "recompute_layers": recompute_layers}
     memory = model.memory(budget_bytes)
     fitting = fitting_tokens(memory, **sizes)

@@ -3,7 +3,7 @@
     decision = decide(Question((), model, limits), lengths, size=StepSize(32))
     decision.options, decision.words, decision.predict(plan)
 
-`planners.search` searches; choices of the user are fixed. Times are predicted for the first steps
+`planners.search` searches and keeps what the user has set. Times are predicted for the first steps
 of a run, or for some of their sequences; the data's longest sequence must fit. `longest_sequence`
 finds the longest sequence that a decision can train.
 """
@@ -71,8 +71,8 @@ class Longest:
 def longest_sequence(
     answer: Answer, *, start: int = 1024, num_positions: int | None = None
 ) -> Longest:
-    """Find the longest sequence that fits, within 1 % or one token, with the answer's chunk options
-    (for evaluations) or the named method.
+    """Find the longest sequence that fits in memory, within 1 % or one token: with the answer's
+    chunk options (for evaluations) or, if the user has named a method, with its plans.
 
     `start`: length to try first; `num_positions`: the model's positions; None: unknown. One replica
     is planned; the others share its state and need less. Bytes are piecewise linear in tokens with
@@ -87,8 +87,8 @@ def longest_sequence(
         plans += [own.plan_of for own in candidates_of(best.method)(space)]
 
     def room(num_tokens: int) -> tuple[float, int]:
-        """Return the excess of the fullest memory as a share of its limit (negative: free), and the
-        number of actions of a rank."""
+        """Return, for sequences of `num_tokens`, the share of its limit by which the fullest memory
+        exceeds the limit (negative: bytes are free), and the number of actions of a rank."""
         least, actions = inf, 0
         for plan_of in plans:
             with suppress(PlanError, UserError):
@@ -193,13 +193,13 @@ def decide(
 ) -> Decision:
     """Return the options and the layout of a run over sequences of these lengths.
 
-    `question`: the run's question, without steps. If it has `calls`, which run in two phases on one
-    device (`choose_calls`), the first of them are timed, and all must fit. `size`: size of a step.
-    `longest`: tokens of the data's longest sequence, if it is not among `lengths`. `steps`: tokens
-    of each sequence of the steps to time; None: drawn as in a run. If no plan is predicted to fit,
-    small chunks that keep K,V are chosen, and the text says so; with `must_fit` ConfigError is
-    raised instead, whose advice assumes a fixed number of devices if `alone`. `may_cut_short`: see
-    `search`.
+    `question`: the run's model, devices and given options, without steps. If it has `calls`, which
+    run in two phases on one device (`choose_calls`), the first of them are timed, and all must fit
+    in memory. `size`: size of a step. `longest`: tokens of the data's longest sequence, if it is
+    not among `lengths`. `steps`: tokens of each sequence of the steps to time; None: drawn as in a
+    run. If no plan is predicted to fit, small chunks that keep K,V are chosen, and the text says
+    so; with `must_fit` ConfigError is raised instead. Its advice assumes a fixed number of devices
+    if `alone`. `tell`, `may_cut_short`: see `search`.
     """
     calls, limits, num_devices = question.calls, question.limits, question.num_devices
     if calls:
@@ -288,15 +288,16 @@ def sample_steps(
 
 
 def whole_step(lengths: Lengths, size: StepSize, seed: int, longest: int) -> list[int]:
-    """Return the sequences of a run's first step, with its longest one replaced by `longest`: no
-    step of the run is likely to need more memory."""
+    """Return the sequence lengths of a run's first step, of which the longest is replaced by
+    `longest`: no step of the run is likely to need more memory."""
     drawn = draw_lengths(lengths, min(size.sequences or _MOST_IN_A_STEP, _MOST_IN_A_STEP), seed)
     step = [longest, *sorted(drawn[: size.stops(drawn)[0]], reverse=True)[1:]]
     return step[: size.stops(step)[0]]
 
 
 def check_pair_options(config: RunConfig) -> None:
-    """Raise ConfigError for options that two phases do not support."""
+    """Raise ConfigError for options of a run on pairs that its plans in two phases (all forwards,
+    the loss, all backwards) do not support."""
     chunks, loss, retained = config.chunks, config.train.loss, config.chunks.num_retained
     for name, value, is_odd, change in (
         ("keep", chunks.keep, chunks.keep == "all", "set it to attention, kv or input"),
@@ -322,9 +323,9 @@ def with_keep(
     seq_lens: Sequence[int], options: ChunkOptions, memory: PlanMemory, budgets: Limits,
     forks: Forks | None = None,
 ) -> ChunkOptions:  # fmt: skip
-    """Resolve keep="auto": return the options with the first of `KEEPS` whose plan fits `budgets`
-    besides weights, gradients and optimizer, or with the last one, which needs least. `forks`:
-    branches of sequences."""
+    """Return the options with keep="auto" replaced by the first of `KEEPS` whose plan fits
+    `budgets`, or by the last one, which needs least. `budgets`: memory for all but weights,
+    gradients and optimizer. `forks`: branches of sequences."""
     for keep in KEEPS:
         found = replace(options, keep=keep)
         plan = plan_two_phases(seq_lens, found, num_layers=memory.shape.num_layers, forks=forks)
@@ -344,8 +345,8 @@ def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
 
 
 def model_of_run(model: CostModel, decision: Decision) -> CostModel:
-    """Return the cost model for a run's plans, which list all replicas (the search plans one). If
-    the decision says so, weights are in CPU memory, or gathered in each pass of a pipeline."""
+    """Return the cost model for the plans of a run, which list all replicas (the search plans one).
+    If `decision` says so, weights are in CPU memory, or gathered in each pass of a pipeline."""
     if decision.offload_weights:
         model = replace(model, training=model.training.offloading())
     asked = Question([(1,)], model, Limits(0), given={"reshard": decision.options.reshard})
@@ -354,7 +355,7 @@ def model_of_run(model: CostModel, decision: Decision) -> CostModel:
 
 
 def share_of(model: CostModel, decision: Decision) -> RankWeights:
-    """Return the weights of the run's process that holds most of them."""
+    """Return the weights on that process of the run which holds most of them."""
     layout, shape = decision.layout, model.shape
     stages = decision.stages or stages_of(shape.num_layers, decision.options)
     stage_sets = [{stage} for stage in range(layout.pp)] if layout.pp > 1 else [range(len(stages))]
@@ -393,7 +394,7 @@ def why(answer: Answer, budget_words: str) -> str:
 
 
 def needs_in_words(needs: Needs) -> str:
-    """Return words for the bytes of each memory in use."""
+    """Return words for the bytes that are needed in each memory."""
     words = format_bytes(needs.device_bytes)
     for memory, num_bytes in (("CPU", needs.cpu_bytes), ("disk", needs.disk_bytes)):
         if num_bytes:

@@ -19,12 +19,12 @@ Differences to the paper: layers are chosen greedily, not by an integer program.
 memory simulation, instead of Eqs. 5 to 10, and seconds from the cost model; only for the mesh is
 the paper's form a1 x^2 + a2 x (Eqs. 1 and 4) fitted to the cost model.
 
-Errata: the window of Eq. 7 is one chunk more than the forwards ahead; Eq. 11 divides a time that is
-of one stage already by the sequence-parallel degree. As printed, the threshold of Algorithm 1 can
-fall, and its loop never ends. Here it is only raised, over buckets that have room, and by at most a
-tenth; then a new bucket is opened. (As printed, buckets of tails grow by half in time; with the
-bound, simulated steps take 1 to 2.5 % less.) The last slice of a sequence counts as its tail also
-if the mesh fits exactly, so that its K,V have no reader.
+Errata: the window of Eq. 7 is one chunk more than the forwards ahead. Eq. 11 divides its time by
+the sequence-parallel degree, though it is that of one stage already. As printed, the threshold of
+Algorithm 1 can fall, so that its loop never ends. Here it is only raised, over buckets that have
+room, and by at most a tenth; then a new bucket is opened. (As printed, buckets of tails grow by
+half in time; with the bound, simulated steps take 1 to 2.5 % less.) The last slice of a sequence
+counts as its tail also if the mesh fits exactly, so that its K,V have no reader.
 
     P stages, K chunks, D = K + P - 1 diagonals of a pipeline, R rows of `Loads`
 """
@@ -86,8 +86,8 @@ MAX_GROWTH = 1.1
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
-    """Yield one candidate for a layout with a pipeline. Its planner searches for a plan that takes
-    less than `space.beat_s`."""
+    """Yield one candidate for a layout with a pipeline. Its planner searches for a plan whose step
+    takes less than `space.beat_s` seconds."""
     question, model = space.question, space.model
     if space.layout.pp == 1 or (question.method == "auto" and not _may_fit(space)):
         return
@@ -100,7 +100,7 @@ def candidates(space: Space) -> Iterator[Candidate]:
 
 
 def _may_fit(space: Space) -> bool:
-    """Whether the longest sequence may fit in the finest slices with all layers recomputed."""
+    """Whether the longest sequence may fit, in the finest slices with all layers recomputed."""
     question, stages = space.question, space.stages
     # slices of equal time are longer than half of the mean
     size = max(1, question.longest // (2 * _MOST_SLICES))
@@ -127,11 +127,11 @@ def plan_infinipipe(
     """Return a checked plan of one replica on len(stages) x sp_size devices of `budget_bytes` each.
 
     `stages`: layers per stage; rank s holds stage s. Each slice is sharded over `sp_size`
-    processes. `beat_s`: seconds that the step must undercut. `recent`: cache of the last batch, for
-    a call with another `beat_s`.
+    processes. `beat_s`: seconds below which the step must stay. `recent`: cache of the last batch,
+    which may be planned again with another `beat_s`.
 
     Raises DataError for unusable lengths, ConfigError if no plan is faster than `beat_s`, and
-    DoesNotFitError, for the plan closest to fitting, if no number of slices fits.
+    DoesNotFitError, for the plan closest to fitting, if no number of slices fits in memory.
     """
     refuse_unusable(seq_lens)
     memory = model.memory(budget_bytes)
@@ -179,7 +179,7 @@ def plan_infinipipe(
 
 
 def slice_numbers(most: int) -> Iterator[int]:
-    """Yield the numbers of slices to try: 1, 2, 3, ..., from 8 on a fifth more each, to `most`."""
+    """Yield the numbers of slices to try: 1, 2, 3, ..., rising by a fifth from 8 on, to `most`."""
     number = 1
     while number <= most:
         yield number
@@ -188,7 +188,7 @@ def slice_numbers(most: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Inputs shared by all candidate plans of one batch, and a cache of the batch's cuts."""
+    """The inputs that all plans of one batch share, and a cache of the batch as cut into slices."""
 
     seq_lens: tuple[int, ...]
     model: CostModel
@@ -198,7 +198,7 @@ class _Batch:
     _cuts: dict[int, _Cut] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def cut(self, num_slices: int) -> _Cut:
-        """Return the batch with its longest sequence in `num_slices` slices."""
+        """Return the batch in chunks, with its longest sequence cut into `num_slices` slices."""
         if num_slices not in self._cuts:
             longest, step = max(self.seq_lens), row_step(self.model.device_type, self.sp_size)
             work = fit_work(self.model, longest, num_slices, self.stages, self.sp_size)
@@ -210,11 +210,11 @@ class _Batch:
         return time_actions(plan, self.model.costs(plan)).duration_s
 
     def used_bytes(self, plan: ChunkPlan) -> list[int]:
-        """Return (P,): peak bytes of each rank."""
+        """Return the peak bytes of a plan on each rank."""
         return [max(self.memory.peak_bytes_of_actions(plan, s)) for s in range(len(self.stages))]
 
     def has_room(self, plan: ChunkPlan) -> bool:
-        """Whether a plan fits; stops at the first rank that does not."""
+        """Whether a plan fits in memory; stops at the first rank where it does not."""
         walks = (self.memory.peak_bytes_of_actions(plan, s) for s in range(len(self.stages)))
         return all(max(used) <= self.memory.device_budget_bytes for used in walks)
 
@@ -232,7 +232,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A batch in chunks, with cached plans and times that do not depend on `beat_s`."""
+    """A batch cut into chunks, with cached plans and times that do not depend on `beat_s`."""
 
     batch: _Batch
     groups: Groups
@@ -244,7 +244,7 @@ class _Cut:
 
     @cached_property
     def _chunks(self) -> ChunkPlan:
-        """A plan without actions; other plans share its properties of the chunks."""
+        """A plan of the chunks without actions; plans with actions share what is cached on it."""
         return self._in_a_row([])
 
     def _in_a_row(self, pipelines: Sequence[GroupsOfPipeline]) -> ChunkPlan:
@@ -258,15 +258,15 @@ class _Cut:
         return self._chunks.with_actions(self._in_a_row(pipelines).actions)
 
     def one_pipeline(self, own: range | None = None, layers: int = 0) -> ChunkPlan:
-        """Return the plan of one pipeline of all groups, or of groups `own`, in which each diagonal
-        recomputes `layers` layers."""
+        """Return the plan of one pipeline of all groups of chunks, or of groups `own`. Each
+        diagonal of its schedule recomputes `layers` layers."""
         own = range(len(self.groups)) if own is None else own
         num_diagonals = sum(len(self.groups[i]) for i in own) + len(self.batch.stages) - 1
         return self.plan([(own, [layers] * num_diagonals)])
 
     @cached_property
     def fitting_plan(self) -> ChunkPlan | None:
-        """The plan with least overhead, groups with most chunks first; None if none fits."""
+        """The plan with the least overhead among those that fit in memory; None if none fits."""
         spare_bytes, budget = _ROUNDING_BYTES, self.batch.memory.device_budget_bytes
         for _ in range(_MAX_REPAIRS):
             pipelines = self._pipelines(spare_bytes)
@@ -280,8 +280,9 @@ class _Cut:
         return None
 
     def _pipelines(self, spare_bytes: int) -> list[GroupsOfPipeline] | None:
-        """Return the pipelines of least overhead, or None if nothing fits. The overhead of a
-        pipeline is its warm-up and cool-down, and a forward of each recomputed layer (Eq. 13).
+        """Return the division of the groups of chunks into pipelines that has the least overhead,
+        or None if none fits with `spare_bytes` free. The overhead of a pipeline is its warm-up and
+        cool-down, and a forward of each recomputed layer (Eq. 13).
 
         `found[n]` is the best division of the first n groups, and (start, stop) an edge of the
         shortest path. Only edges between groups of markedly different numbers of chunks are tried.
@@ -343,7 +344,7 @@ def in_a_row(
     regathers: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
-    """Return the plan of pipelines in token-level 1F1B, one after the other."""
+    """Return the plan of several pipelines in token-level 1F1B, which run one after the other."""
     numbered, num_stages = number_chunks(groups), len(stages)
     cells: list[list[Action]] = [[] for _ in stages]
     for own, layers in pipelines:
@@ -359,10 +360,11 @@ def in_a_row(
 
 @dataclass(frozen=True)
 class Loads:
-    """Memory excess of a pipeline, a row for each action of a stage that may exceed the budget.
+    """Bytes by which a pipeline exceeds the memory budget, and what recomputation saves. Each row
+    is an action of a stage that may exceed the budget. Equal rows are merged.
 
-    Diagonals of the schedule that recompute equally many layers form a kind (`kinds_of`); G is the
-    number of kinds. Equal rows are merged.
+    A diagonal is cells of the schedule that run at the same time. Diagonals that recompute equally
+    many layers form a kind (`kinds_of`); G is the number of kinds.
     """
 
     excess_bytes: Array
@@ -379,23 +381,24 @@ class Loads:
     """(G,) Number of diagonals of each kind."""
 
     def lacking_bytes(self, layers: Integers) -> Array:
-        """Return (R,): bytes above the budget if kinds recompute `layers` (G,) layers."""
+        """Return the bytes above the budget (R,) if diagonals of each kind recompute `layers`
+        (G,)."""
         felt = np.minimum(layers, self.heights[:, None])  # (R, G)
         lacking: Array = self.excess_bytes - np.einsum("rd,rd->r", self.saved_bytes, felt)
         lacking += self.again_bytes * (layers[self.acting] > 0)
         return lacking
 
     def fit(self, layers: Integers) -> bool:
-        """Whether no row exceeds the budget if kinds recompute `layers` (G,) layers."""
+        """Whether no row exceeds the budget if diagonals of each kind recompute `layers` (G,)."""
         return bool(self.lacking_bytes(layers).max(initial=-inf) <= 0)
 
     @property
     def least_sum(self) -> float:
-        """Lower bound on the recomputed layers, summed over all diagonals.
+        """Lower bound on the number of layers to recompute, summed over all diagonals.
 
-        For each row alone: the fewest layers that save its excess bytes, taking first the kinds
-        that save most per layer. Rows that share no kind add up; the bound is the largest such sum,
-        by dynamic programming over the kinds.
+        Each row alone needs the fewest layers that save its excess bytes, taken first from the
+        kinds that save most per layer. The numbers of rows that share no kind add up. The bound is
+        the largest such sum, by dynamic programming over the kinds.
         """
         most = self.counts * self.heights[:, None]
         order = np.argsort(-self.saved_bytes / self.counts, axis=1)
@@ -417,7 +420,7 @@ class Loads:
         return float(least[at])
 
     def at(self, moments: NDArray[np.bool_]) -> Loads:
-        """Return the rows selected by a mask (R,)."""
+        """Return the loads of the rows that the mask `moments` (R,) selects."""
         return Loads(
             self.excess_bytes[moments], self.saved_bytes[moments], self.again_bytes[moments],
             self.acting[moments], self.heights[moments], self.counts,
@@ -425,9 +428,9 @@ class Loads:
 
 
 def kinds_of(groups: Groups, num_stages: int) -> Integers:
-    """Return (D,): the kind of each diagonal of a pipeline. In a series of equal groups, the groups
-    after the first `num_stages` share the kinds of their diagonals, so that `choose_layers` does
-    not take longer for a longer series."""
+    """Return the kind of each diagonal (D,) of a pipeline; diagonals of one kind recompute equally
+    many layers. In a series of equal groups, the groups after the first `num_stages` share the
+    kinds of their diagonals, so that `choose_layers` does not take longer for a longer series."""
     places: dict[tuple[Any, ...], int] = {}
     kinds: list[int] = []
     before: tuple[int, ...] = ()
@@ -445,9 +448,9 @@ def kinds_of(groups: Groups, num_stages: int) -> Integers:
 def loads_of(
     plan: ChunkPlan, memory: PlanMemory, kinds: Integers | None = None, spare_bytes: int = 0
 ) -> Loads:
-    """Return the memory excess of a plan's only pipeline without recomputation, by the memory
-    simulation. Actions may cover only some of the plan's chunks; buffers are sized for all chunks.
-    `kinds`: (D,) kinds of diagonals; None: each diagonal is a kind. `spare_bytes`: margin."""
+    """Return the memory excess (`Loads`) of a plan of one pipeline without recomputation, by the
+    memory simulation. Actions may cover only some of the plan's chunks; buffers are sized for all.
+    `kinds`: kind of each diagonal (D,); None: all differ. `spare_bytes`: bytes to leave free."""
     backwards = np.array([a.chunk for a in plan.actions[0] if isinstance(a, Backward)])
     places, first = np.argsort(backwards), backwards.min()
     last, num_diagonals = len(plan.stages) - 1, len(backwards) + len(plan.stages) - 1
@@ -507,8 +510,8 @@ def loads_of(
 
 
 def choose_layers(loads: Loads) -> Integers | None:
-    """Return (G,): the layers that diagonals of each kind recompute so that each stage fits, or
-    None if no choice fits.
+    """Return the number of layers (G,) that diagonals of each kind recompute so that each stage
+    fits in memory, or None if no choice fits.
 
     A greedy search adds a layer to the kind that saves most per diagonal until all stages fit, then
     removes layers that have become needless. It runs twice, with savings in bytes and as a share of
@@ -537,7 +540,7 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
     felt = np.ascontiguousarray(felt.T)
 
     def weigh(touched: NDArray[np.bool_]) -> None:
-        """Update rows of `reliefs` that lack bytes, or did before, and their sums in `gains`."""
+        """Update `reliefs` in touched rows that lack bytes, or did before, and its sums `gains`."""
         rows = np.flatnonzero(touched & (is_weighed | (lacking > 0)))
         if not len(rows):
             return
@@ -593,8 +596,8 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
 
 @dataclass(frozen=True, slots=True)
 class SliceWork:
-    """Coefficients of work: the first x tokens of a sequence take quadratic * x^2 + linear * x
-    (Eq. 1, for one stage)."""
+    """Coefficients of work: the first x tokens of a sequence take quadratic * x^2 + linear * x (for
+    one stage, Eq. 1)."""
 
     quadratic: float
     linear: float
@@ -609,9 +612,10 @@ def cut_and_pack(
 ) -> list[list[Chunk]]:
     """Return groups of chunks, sorted by falling number of chunks, then of tokens.
 
-    A group is the pieces of one sequence longer than the mesh's first slice, with short sequences
-    after the last piece as far as they fit, or one chunk of short sequences. The longest sequence
-    is cut into `num_slices` chunks (fewer if it has fewer tokens) at multiples of `step`.
+    The mesh is the longest sequence in `num_slices` slices of equal work (fewer if it has fewer
+    tokens), cut at multiples of `step`. Each sequence longer than the mesh's first slice is cut by
+    the mesh into a group of chunks, the last of which also takes short sequences as far as they
+    fit. Any other chunk of short sequences is a group.
     """
     refuse_unusable(seq_lens)
     longest = max(seq_lens)
@@ -639,7 +643,7 @@ def cut_and_pack(
 
 
 def cut(seq_id: int, seq_len: int, mesh: Sequence[int]) -> list[Slice]:
-    """Cut a sequence by the mesh; its last slice is the remainder, or whole if the mesh fits."""
+    """Cut a sequence into slices of the sizes in `mesh`; the last slice takes what remains."""
     bounds = takewhile(lambda bound: bound < seq_len, accumulate(mesh, initial=0))
     return [Slice(seq_id, start, stop) for start, stop in pairwise([*bounds, seq_len])]
 
@@ -655,10 +659,11 @@ def pack_balanced(
 ) -> list[list[int]]:
     """Return the seq_ids of short sequences packed after each tail, then in each new bucket.
 
-    Longest first, each sequence goes to the bucket of least work per token that has room for its
-    tokens and its work. If none has, `most_work` grows to the least that makes room, but at most by
-    a factor of `max_growth`; beyond that a bucket is opened. `short`: seq_id -> tokens, at most
-    `most_tokens`; `tails`: (tokens, work) of partly filled buckets.
+    Buckets are chunks that take short sequences. The first ones are `tails`, the last chunks of
+    long sequences: (tokens, work) of each. Longest first, each sequence goes to the bucket of least
+    work per token that has room for its tokens and its work. If none has, `most_work` is raised
+    just enough to make room, in all at most by a factor of `max_growth`; beyond that a new bucket
+    is opened. `short`: seq_id -> tokens, at most `most_tokens`.
     """
     limit = max_growth * most_work
     tokens, loads = [n for n, _ in tails], [own for _, own in tails]
@@ -685,9 +690,9 @@ def pack_balanced(
 def fit_work(
     model: CostModel, longest: int, num_slices: int, stages: tuple[int, ...], sp_size: int = 1
 ) -> SliceWork:
-    """Fit the paper's a1 and a2 to forward and backward of the slowest stage, on equal pieces of a
-    sequence of `longest` tokens. There are about `num_slices` pieces, since efficiency depends on
-    their size. A fixed cost per chunk is fitted, too, and dropped."""
+    """Return the paper's a1 and a2, fitted to the slowest stage's seconds of forward and backward
+    on about `num_slices` equal pieces of a sequence of `longest` tokens, since efficiency depends
+    on their size. A fixed cost per chunk is fitted, too, and dropped."""
     from scipy.optimize import nnls  # half a second to import
 
     slices = []

@@ -32,11 +32,11 @@ def layouts(
 ) -> list[Layout]:
     """Return all layouts of `num_devices` that the model supports, with the given sizes.
 
-    An sp group whose size divides the query heads uses Ulysses. Other sizes, which gather K,V, come
-    last; without `gathers` they are returned only if the given sizes leave no other. Recurrent
+    An sp group whose size divides the query heads uses Ulysses. Other sp sizes, which gather K,V,
+    come last; without `gathers` they are returned only if the given sizes leave no other. Recurrent
     layers need sp 1. A pipeline has at most as many stages as layers, and only one if layers need
-    more than the output of the layer before. Replicas form `replicate` groups
-    (`require_replicate`). Raises ConfigError, which shows the arithmetic, if no layout is left.
+    more than the output of the layer before. `replicate`: a divisor of dp (`require_replicate`).
+    Raises ConfigError, which shows the arithmetic, if no layout is left.
     """
     found = [
         Layout(num_devices // (s * p), s, p)
@@ -81,14 +81,16 @@ def no_pools(layout: Layout, replicate: int) -> ConfigError:
 
 
 def replicate_of(layout: Layout, reshards: bool, replicate: int) -> int:
-    """Return the number of groups that each hold all weights of a stage: `replicate`, or each pool
-    if passes of a pipeline gather weights, as replicas do not run in lockstep."""
+    """Return the number of groups of processes that each hold all weights of a stage: `replicate`,
+    or dp if passes of a pipeline gather weights, as replicas do not run in lockstep: each gathers
+    in its pool."""
     return layout.dp if reshards and layout.pp > 1 else replicate
 
 
 def refuse_reshard_alone(num_devices: int, replicate: int = 1, *, offloads: bool = False) -> None:
-    """Raise ConfigError if reshard is set for groups of one device, which have nothing to gather,
-    unless weights are copied from CPU memory (`offloads`)."""
+    """Raise ConfigError if reshard is set and each group that holds all weights is one device,
+    which has nothing to gather. With weights copied from CPU memory (`offloads`) there is no
+    error."""
     if num_devices <= replicate and not offloads:
         groups = f"{count_words(replicate, 'group')} of one device"
         raise ConfigError(
@@ -101,7 +103,7 @@ def refuse_reshard_alone(num_devices: int, replicate: int = 1, *, offloads: bool
 
 
 def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]) -> ConfigError:
-    """Return the error for sizes that no layout of the devices has, with the first reason."""
+    """Return the error for sizes dp, sp and pp that no layout of the devices has, with a reason."""
     product = prod(size or 1 for size in sizes.values())
     words = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in sizes.items())
     relation = "a multiple of" if None in sizes.values() else "="
@@ -135,12 +137,12 @@ def cut_layers(
     group_size: int = 1,
     limit_bytes: float = inf,
 ) -> tuple[int, ...]:
-    """Return the layers of each stage, cut so that the slowest stage is as fast as possible (the
-    last stage includes the head) and, among such cuts, stages are most even.
+    """Return the number of layers of each stage, cut so that the slowest stage is as fast as
+    possible (the last stage includes the head) and, among such cuts, stages are most even.
 
-    `mean_keys`: keys that a token of the batch attends to on average. `limit_bytes`: memory of a
-    device. If possible, the state of a stage, sharded over `group_size` devices, takes at most
-    `_STATE_SHARE` of it.
+    `mean_keys`: mean number of keys that a token of the batch attends to. `limit_bytes`: memory of
+    a device. If possible, the state (weights, gradients, optimizer) of a stage, sharded over
+    `group_size` devices, takes at most `_STATE_SHARE` of it.
     """
     shape, weights = model.shape, model.training.weights
     before, outside = [0.0, *accumulate(model.layer_seconds(mean_keys))], None
@@ -168,9 +170,9 @@ def _cut(
     add: Callable[[Floats, Floats], Floats],
     outside: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the least cost of a cut and its layers per stage, by dynamic programming. `before[n]`:
-    work of the first n layers; `add`: combines the cost of stages so far with the work of one more;
-    `outside`: [stop, first] of stages that are not allowed."""
+    """Return the least cost of a cut into stages, and the layers per stage, by dynamic programming.
+    `before[n]`: work of the first n layers; `add`: combines the cost of stages so far with the work
+    of one more; `outside[stop, first]`: whether a stage [first, stop) is not allowed."""
     num_layers = len(before) - 1
     work = np.subtract.outer(np.array(before), np.array(before))  # [stop, first]
     costs = np.full(num_layers + 1, inf)
@@ -192,14 +194,14 @@ def _cut(
 
 
 def first_alike(shape: ModelShape, stages: Sequence[int]) -> list[int]:
-    """Return, for each stage, the first one with equal layers and head, which takes equal time."""
+    """Return, for each stage, the first stage with equal layers and head, and so equal time."""
     starts = [0, *accumulate(stages)]
     kinds = [(shape.layers[a:b], b == shape.num_layers) for a, b in pairwise(starts)]
     return [kinds.index(kind) for kind in kinds]
 
 
 def mean_attended_keys(seq_lens: Sequence[int]) -> float:
-    """Return the mean number of keys that a token attends to, without a window."""
+    """Return the mean number of keys that a token attends to in full causal attention."""
     return sum(n * (n + 1) / 2 for n in seq_lens) / max(1, sum(seq_lens))
 
 

@@ -56,7 +56,7 @@ class ChunkOptions:
 
     @property
     def offloading(self) -> Offload:
-        """Offload target of each kind of memory."""
+        """The offload target of each kind of kept tensor."""
         if isinstance(self.offload, str):
             return Offload(self.offload, self.offload, self.offload, self.offload)
         assert isinstance(self.offload, Offload)  # __post_init__ has made it of a mapping
@@ -64,7 +64,7 @@ class ChunkOptions:
 
     @property
     def kept(self) -> Keep:
-        """The value of `keep`. Raises ConfigError for auto."""
+        """The value of `keep`. Raises ConfigError if it is auto."""
         if self.keep == "auto":
             _refuse(
                 "keep", "auto",
@@ -76,7 +76,7 @@ class ChunkOptions:
 
     @property
     def sampling(self) -> Sampling | None:
-        """Sampling of the chunks that get a backward; None: all get one."""
+        """How the chunks that get a backward are drawn; None: all chunks get one."""
         assert not isinstance(self.sample, Mapping)  # __post_init__ has made it a Sampling
         return self.sample
 
@@ -103,8 +103,8 @@ class ChunkOptions:
 
 
 def checked_offload(value: object) -> OffloadTarget | Offload:
-    """Normalize an `offload` value to one target for all kinds, or else an Offload. Raises
-    ConfigError."""
+    """Return a value of `offload` as one target if all kinds of tensors share it, else as an
+    Offload. Raises ConfigError for an invalid value."""
     if isinstance(value, Offload):
         value = {kind: getattr(value, kind) for kind in OFFLOAD_KINDS}
     if not isinstance(value, Mapping):
@@ -145,7 +145,7 @@ def _refuse(name: str, value: object, required: str, change: str) -> NoReturn:
 
 def fixed_options(max_seq_len: int, given: Mapping[str, Any] | None = None) -> ChunkOptions:
     """Return options for sequences of at most `max_seq_len` tokens, without a search: those in
-    `given`; a size that is the largest power of two up to 4,096 and `max_seq_len`; and defaults."""
+    `given`, else defaults (size: the largest power of two up to 4,096 and `max_seq_len`)."""
     chosen: dict[str, Any] = {"size": 1 << (min(4096, max(1, max_seq_len)).bit_length() - 1)}
     return ChunkOptions(**(chosen | dict(given or {})))
 

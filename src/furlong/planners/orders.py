@@ -86,9 +86,9 @@ def schedule_group(
     backward: bool = True,
     rebuilds: Collection[str] = ("input",),
 ) -> list[Action]:
-    """Return the actions of one stage for `chunks`, which are a group.
+    """Return the actions of one stage for `chunks`: those of one sequence, or one packed chunk.
 
-    The last `num_retained` chunks keep their whole graphs, the others `keep`; the first
+    The last `num_retained` chunks keep their whole graphs, the others what `keep` names; the first
     `recompute_layers` layers of each graph are checkpointed. `rebuilds`: values of `keep` that drop
     K,V, which are then rebuilt before the backwards. Without `backward` there are only forwards.
     """
@@ -117,12 +117,12 @@ def walk_groups(
     backward: bool = True,
     only: Collection[int] | None = None,
 ) -> list[Action]:
-    """Return the actions of groups, given by chunk indices, on a rank that has all stages: each
-    stage for all groups before the next; at the last stage each group's backward follows its
-    forward at once.
+    """Return the actions of a rank that has all stages and runs each stage for all groups of chunks
+    before the next. At the last stage each group's backward follows its forward at once.
 
-    `stages`: layers of each stage. The first `frozen_stages`, in which nothing is trained, only run
-    forward. `only`: restrict the actions to these stages (for estimates).
+    `numbered`: chunk indices of each group. `stages`: layers of each stage. The first
+    `frozen_stages`, in which nothing is trained, only run forward. `only`: stages whose actions are
+    returned (for estimates); None: all.
     """
     schedules: list[list[list[Action]]] = []
     for stage, height in enumerate(stages):
@@ -148,7 +148,7 @@ def walk_groups(
 
 
 def _there_and_back(schedules: Sequence[Sequence[Action]]) -> tuple[list[Action], list[Action]]:
-    """Return the forwards of all schedules, and their other actions, the last schedule first."""
+    """Return (all forwards, all other actions with the last schedule first)."""
     ahead: list[Action] = [a for own in schedules for a in own if isinstance(a, Forward)]
     return ahead, [a for own in reversed(schedules) for a in own if not isinstance(a, Forward)]
 
@@ -168,11 +168,11 @@ def plan_1f1b(
     regathers: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
-    """Return a plan of groups in state-aware 1F1B, in the given order.
+    """Return a pipeline's plan in state-aware 1F1B, with the groups of chunks in the given order.
 
     `stages`: layers per stage; rank s holds stage s. The first `frozen_stages`, in which nothing is
-    trained, only run forward; without `backward` all do. `checked`: whether `plan.check` runs.
-    Other arguments: see `state_aware_lists` and `assemble`.
+    trained, only run forward; without `backward` all stages do. `checked`: whether `plan.check`
+    runs. Other arguments: see `state_aware_lists` and `assemble`.
     """
     numbered = number_chunks(groups)
     first = frozen_stages if backward else len(stages)
@@ -197,7 +197,7 @@ def state_aware_lists(
 ) -> list[list[Action]]:
     """Return the actions of each rank, with messages, in state-aware 1F1B.
 
-    Groups have the chunk indices `numbered`; other arguments: see `schedule_group`. All actions
+    `numbered`: chunk indices of each group; other arguments: see `schedule_group`. All actions
     after a group's forwards run where plain 1F1B has the backward of the group's last chunk.
     """
     lists = []
@@ -219,7 +219,7 @@ def state_aware_lists(
 def _interleave(
     forwards: Sequence[Action], bound: Iterable[Sequence[Action]], *, num_ahead: int
 ) -> list[Action]:
-    """Return `num_ahead` forwards, then in turn the next forward and one entry of `bound`."""
+    """Return `num_ahead` forwards, then in turn the next forward and a list from `bound`."""
     cells = list(forwards[:num_ahead])
     for place, actions in enumerate(bound):
         cells += forwards[place + num_ahead : place + num_ahead + 1]
@@ -235,7 +235,7 @@ def number_chunks(groups: Groups) -> list[range]:
 def with_messages(
     cells: Iterable[Action], stage: int, num_stages: int, frozen_stages: int = 0
 ) -> list[Action]:
-    """Return the actions of rank `stage`: its cells with messages from and to its neighbours.
+    """Return the actions of rank `stage`: `cells`, with messages from and to neighbouring stages.
 
     A message is received right before the cell that needs it and sent right after the cell that
     computes it, so both ends list messages in the order of their cells. No gradient is sent to the
@@ -269,13 +269,12 @@ def assemble(
     regathers: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
-    """Return the plan of each rank's actions (`lists`), with a Reduce of each stage that has a
-    Backward.
+    """Return the plan of the ranks' actions `lists`, plus a Reduce for each trained stage.
 
     RebuildKV is dropped for chunks that no later chunk reads: the last chunk of a branch, and
     chunks of groups that are not pieces of one sequence. `reshard`: insert Unshard and Reshard, so
-    that at most two stages are whole. `regathers`: each pass gathers and frees its layers' weights
-    within its pool. `checked`: whether `plan.check` runs. Other arguments: see `ChunkPlan`.
+    that at most two stages have whole weights. `regathers`: each pass gathers and frees its layers'
+    weights within its pool. `checked`: whether `plan.check` runs. Other arguments: see `ChunkPlan`.
     """
     plan = ChunkPlan(
         tuple(seq_lens), tuple(chunk for group in groups for chunk in group), tuple(stages), (),
@@ -293,7 +292,8 @@ def assemble(
 
 
 def _with_reduces(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """Insert a Reduce of each stage after its last Backward and last Send of a gradient."""
+    """Return the actions with a Reduce of each stage, after its last Backward and its last Send of
+    a gradient."""
     last = {
         action.stage: place
         for place, action in enumerate(actions)
@@ -307,8 +307,8 @@ def _with_reduces(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 
 def _with_loads(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """Insert an Unshard of each stage one stage ahead of its use, and a Reshard so that no more
-    than two stages are whole at a time."""
+    """Return the actions with an Unshard of each stage, one stage ahead of its use, and with
+    Reshards so that no more than two stages have whole weights at a time."""
     runs = [(stage, list(own)) for stage, own in groupby(actions, key=attrgetter("stage"))]
     found: list[Action] = []
     whole: list[int] = []
@@ -332,13 +332,13 @@ def _with_loads(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 
 def stage_heights(num_layers: int, stage_layers: int) -> tuple[int, ...]:
-    """Return the layers of each stage: as few stages as possible of at most `stage_layers`, of even
-    height."""
+    """Return the number of layers of each stage: as few stages as possible of at most
+    `stage_layers` layers, with layers divided evenly."""
     return even_heights(num_layers, -(-num_layers // stage_layers))
 
 
 def even_heights(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Distribute layers evenly over stages, the higher stages first."""
+    """Return the number of layers of each stage if divided evenly, the larger stages first."""
     low, num_higher = divmod(num_layers, num_stages)
     return (low + 1,) * num_higher + (low,) * (num_stages - num_higher)
 
@@ -355,13 +355,13 @@ def plan_on_device(
     frozen_layers: int = 0,
     checked: bool = True,
 ) -> ChunkPlan:
-    """Return a plan for one device, or for one pool of `sp_size` processes; without `backward` it
-    only evaluates.
+    """Return a plan for one device, or for one pool of `sp_size` processes. Without `backward` it
+    only runs forward.
 
     `groups`: chunks to use instead of those that `options` make; `forks`: branches of sequences.
-    `frozen_layers`: number of first layers in which nothing is trained. Stages of such layers run
-    no recompute and no backward, except the last stage, whose backward has the loss; chunk-first,
-    with one stage, thus leaves nothing out. `checked`: whether `plan.check` runs.
+    `frozen_layers`: number of first layers in which nothing is trained. Stages within these layers
+    run no recompute and no backward, except the last stage, whose backward has the loss. So a
+    chunk-first plan, which has one stage, leaves nothing out. `checked`: whether `plan.check` runs.
     """
     if options.reshard and options.order == "chunk-first":
         raise ConfigError(
@@ -387,12 +387,12 @@ def plan_on_device(
 
 
 def _count_frozen(stages: Sequence[int], frozen_layers: int) -> int:
-    """Count the stages, except the last, that lie within the first `frozen_layers`."""
+    """Return how many stages, except the last, lie within the first `frozen_layers`."""
     return sum(end <= frozen_layers for end in accumulate(stages[:-1]))
 
 
 def stages_of(num_layers: int, options: ChunkOptions) -> tuple[int, ...]:
-    """Return the layers of each stage."""
+    """Return the number of layers of each stage, without a pipeline; chunk-first has one stage."""
     if options.order == "chunk-first":
         return (num_layers,)
     return stage_heights(num_layers, options.stage_layers or 1)
@@ -404,9 +404,10 @@ def seq1f1b_cells(
     stage: int,
     recompute_layers: Sequence[int] = (),
 ) -> list[Action]:
-    """Return the cells of one stage in token-level 1F1B, for groups with chunk indices `numbered`.
+    """Return the forwards and backwards of one stage in token-level 1F1B.
 
-    `recompute_layers`: checkpointed layers of each chunk, in forward order (default none).
+    `numbered`: chunk indices of each group. `recompute_layers`: number of checkpointed layers of
+    each chunk, in forward order (default none).
     """
     chunks = [chunk for group in numbered for chunk in group]
     layers = recompute_layers or [0] * len(chunks)
@@ -421,11 +422,11 @@ def recompute_on_diagonals(
     layers: Sequence[int], counts: Sequence[int], heights: Sequence[int]
 ) -> list[list[int]]:
     """Return recompute_layers[stage][chunk], equal along each diagonal of the schedule, up to the
-    layers of the stage (InfiniPipe, Eqs. 15 and 16).
+    number of layers of the stage (InfiniPipe, Eqs. 15 and 16).
 
-    Cells of one diagonal run at the same time on different stages, so recomputing in one of them
-    takes as long as in all of them. `layers`: one value for each of the num_chunks + num_stages - 1
-    diagonals; `counts`: chunks of each group; `heights`: layers of each stage.
+    The cells of one diagonal run at the same time on different stages, so recomputing layers in one
+    of them takes as long as in all of them. `layers`: one value for each of the num_chunks +
+    num_stages - 1 diagonals; `counts`: chunks of each group; `heights`: layers of each stage.
     """
     places: list[int] = []  # position of each chunk in backward order (InfiniPipe's f2b)
     for count in counts:
@@ -461,7 +462,7 @@ def plan_two_phases(
 
 
 def require_two_phases(options: ChunkOptions) -> None:
-    """Raise ConfigError for options that two phases do not support."""
+    """Raise ConfigError for options that two phases (forwards, loss, backwards) do not support."""
     if options.keep == "all":
         odd = (
             "keep",
@@ -499,10 +500,10 @@ def plan_replica(
 ) -> ChunkPlan:
     """Return the plan of one replica, with chunks by `options`.
 
-    Each slice is sharded over all `sp_size` processes of the pool or, if `local_in` is given, whole
-    sequences stay on one process as far as FLOPs of that model shape are balanced. `stages`: layers
-    of each stage of a pipeline, which runs state-aware 1F1B; without a pipeline `options.order`
-    applies. Other arguments: see `plan_on_device`.
+    Each slice is sharded over all `sp_size` processes of the pool. If the model shape `local_in` is
+    given, whole sequences stay on one process instead, as far as FLOPs are balanced. `stages`:
+    layers of each stage of a pipeline, which runs state-aware 1F1B; without a pipeline
+    `options.order` applies. Other arguments: see `plan_on_device`.
     """
     groups = group_chunks(seq_lens, options, forks)
     if local_in is None:
@@ -582,11 +583,12 @@ def join_kept(
     *,
     checked: bool = True,
 ) -> ChunkPlan:
-    """Return `join_replicas` with dummy plans up to `num_replicas`, and with weights gathered
-    before the first chunk unless the plans gather them themselves.
+    """Return the plan of a global batch, joined from the plans of its replicas (`join_replicas`)
+    and from dummy plans of further replicas, up to `num_replicas`.
 
-    In the latter case replicas run collectives with each pass; otherwise none from then until
-    gradients are reduced.
+    If a plan does not gather weights itself, they are gathered before the first chunk; replicas
+    then share no collective until gradients are reduced. Otherwise they run collectives in each
+    pass.
     """
     num_idle = num_replicas - len(plans)
     some = [*plans, *[idle_plan(plans[0])] * num_idle]
@@ -595,8 +597,8 @@ def join_kept(
 
 
 def gathered_first(plan: ChunkPlan) -> ChunkPlan:
-    """Return the plan with an Unshard of each rank's stages first, unless it has Unshards or its
-    passes gather weights."""
+    """Return the plan with an Unshard of each stage before its rank's other actions, unless the
+    plan has Unshards already or its passes gather weights."""
     if plan.regathers or any(isinstance(action, Unshard) for own in plan.actions for action in own):
         return plan
     lists = zip(plan.held, plan.actions, strict=True)
@@ -606,8 +608,8 @@ def gathered_first(plan: ChunkPlan) -> ChunkPlan:
 
 
 def idle_plan(like: ChunkPlan) -> ChunkPlan:
-    """Return the plan of a replica without sequences beside replicas with plan `like`. A dummy
-    chunk runs through all stages, so that the replica's processes join all collectives."""
+    """Return the plan of a replica without sequences, if other replicas have plans such as `like`.
+    A dummy chunk runs through all stages, so that the replica's processes join all collectives."""
     trained = any(isinstance(action, Backward) for listed in like.actions for action in listed)
     frozen = like.frozen_stages if trained else len(like.stages)
     if len(like.actions) == 1:
@@ -629,8 +631,8 @@ def _layout(plan: ChunkPlan) -> dict[str, object]:
 
 
 def _moved(action: Action, chunks: int, ranks: int) -> Action:
-    """Return the action with offsets added to its chunk and its peer. (`dataclasses.replace` would
-    take half of the time of joining replicas.)"""
+    """Return the action with `chunks` added to its chunk and `ranks` to its peer.
+    (`dataclasses.replace` would take half of the time of joining replicas.)"""
     match action:
         case Send(payload, chunk, stage, peer) | Recv(payload, chunk, stage, peer):
             return type(action)(payload, chunk + chunks, stage, peer + ranks)

@@ -1,11 +1,12 @@
-"""Places: whole sequences in micro-batches, each on a sequence-parallel group of its own (ours).
+"""Planner `places` (not from a paper): whole sequences in micro-batches, each sequence on a
+sequence-parallel group of a size of its own.
 
-The place of a sequence is one process of a pool, or an aligned run of them. A micro-batch runs on
-all processes at once, and is as slow as its slowest process. A setting is a number of checkpointed
-layers; it determines how many tokens a process can hold at a time, and so the least number of
-micro-batches. Settings are tried by rising lower bound on step time. First, dual approximation and
-a greedy heuristic make divisions (the micro-batch and place of each sequence); then tabu search
-improves the best of them.
+This group, the place of a sequence, is one process of a pool, or an aligned run of processes. A
+micro-batch runs on all processes at once, and is as slow as its slowest process. A setting is a
+number of checkpointed layers; it determines how many tokens a process can hold at a time, and so
+the least number of micro-batches. Settings are tried by rising lower bound on step time. First,
+dual approximation and a greedy heuristic make divisions (the micro-batch and place of each
+sequence); then tabu search improves the best of them.
 
 FlexSP (Wang et al., ASPLOS 2025) and Megatron-Core's hybrid context parallelism choose places, too:
 the former with disjoint groups per micro-batch, the latter by length alone. Here each sequence's
@@ -69,7 +70,7 @@ unless the others find no division."""
 
 def candidates(space: Space) -> Iterator[Candidate]:
     """Yield one candidate for a pool of several devices without a pipeline; its planner ensures
-    that plans fit."""
+    that its plans fit in memory."""
     layout, limit_bytes = space.layout, space.question.limits.limit_bytes
     if layout.pp == 1 < layout.sp <= _LARGEST_POOL:
         plan_of = partial(
@@ -89,9 +90,9 @@ def plan_places(
 ) -> ChunkPlan:
     """Return a checked plan of one rank, a pool of `pool_size` devices.
 
-    `budget_bytes`: of a device; None: the machine's. `num_changes`: number of improving moves.
-    All numbers of checkpointed layers are tried. Raises ConfigError if the longest sequence does
-    not fit on any place.
+    `budget_bytes`: of a device; None: the machine's. `num_changes`: number of improving moves. All
+    numbers of checkpointed layers are tried. Raises ConfigError if the longest sequence does not
+    fit in memory, on however many devices.
     """
     refuse_unusable(seq_lens)
     batch = PoolBatch.of(seq_lens, model, pool_size)
@@ -109,9 +110,9 @@ def plan_places(
 
 
 def _starts(found: Iterable[Setting]) -> list[Division]:
-    """Return initial divisions of all settings whose lower bound beats the best division, fastest
-    first. Each setting is tried with the fewest possible micro-batches, and with more, since
-    smaller ones balance better."""
+    """Return initial divisions of sequences, the fastest first, in all settings (numbers of
+    checkpointed layers) whose lower bound beats the best division. Each setting is tried with the
+    fewest possible micro-batches, and with more, since smaller ones balance better."""
     starts: list[Division] = []
     for setting in sorted(found, key=lambda setting: setting.least_s(setting.fewest)):
         last, is_first = len(setting.batch.seq_lens), True
@@ -128,12 +129,12 @@ def _starts(found: Iterable[Setting]) -> list[Division]:
 
 
 def starts_of(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> list[Division]:
-    """Return the two best initial divisions of each heuristic in a setting; tabu search ends in
+    """Return the two best initial divisions of sequences by each heuristic. Tabu search ends in
     different optima from each.
 
-    1. Places of one size for all sequences, as in static sequence parallelism.
+    1. Sequence-parallel groups of one size for all sequences (static sequence parallelism).
     2. Dual approximation (Turek, Ludwig, Tiwari 1994): given a target for the seconds of a process,
-       or for its tokens, each sequence takes the smallest place that stays within the target.
+       or for its tokens, each sequence takes the smallest group that stays within the target.
     3. Greedy.
     """
     batch, alone_s = setting.batch, setting.alone_s
@@ -165,7 +166,7 @@ _A_LITTLE = 1e-6
 
 @dataclass(frozen=True)
 class PoolBatch:
-    """Whole sequences to be placed in a pool."""
+    """Whole sequences that are to be assigned to sequence-parallel groups of a pool."""
 
     seq_lens: tuple[int, ...]
     model: CostModel
@@ -201,15 +202,15 @@ class PoolBatch:
 
     @property
     def exchange_rows(self) -> slice:
-        """Entries of a load: tokens of slices on places of each size but 1. Entries before them
-        count the slices on places of each size; those after them count attended keys."""
+        """Entries of a load that count tokens, for groups of each size above 1. Entries before them
+        count the slices on groups of each size; those after them count attended keys."""
         first = _NUM_PLAIN + len(self.sizes)
         return slice(first, first + len(self.sizes) - 1)
 
     @cached_property
     def passes(self) -> tuple[StageSeconds, StageSeconds]:
-        """Seconds of passes, first as predicted, then without minimum times (launches, gathered
-        weights) and with experts read once, so that the seconds of sequences add up."""
+        """Two predictors of the seconds of passes: in full, and without minimum times (launches,
+        gathered weights) and with experts read once, so that the seconds of sequences add up."""
         model, layout = self.model, Layout(sp=self.pool_size)
         floorless = replace(
             model,
@@ -226,7 +227,7 @@ class PoolBatch:
         )
 
     def table(self, loads: Array) -> ChunkTable:
-        """Convert loads (F, ...) to a `ChunkTable`."""
+        """Return loads (F, ...) as a `ChunkTable`, from which the cost model computes seconds."""
         exchanged, shape = self.exchange_rows, self.model.shape
         counts, windows = loads[_NUM_PLAIN : exchanged.start], self.windows
         keys = loads[exchanged.stop :].reshape(len(counts), len(windows), *counts.shape[1:])
@@ -249,8 +250,8 @@ class PoolBatch:
 
 
 class Setting:
-    """Times and memory limit (`device_tokens`) of a pool's batch with a number of checkpointed
-    layers."""
+    """Seconds of a pool's batch, and the tokens that a process can hold (`device_tokens`), if a
+    number of layers is checkpointed."""
 
     def __init__(
         self,
@@ -280,19 +281,20 @@ class Setting:
         """(K, Z): seconds that each sequence adds on each process of its place."""
 
     def seconds(self, loads: Array, *, floors: bool = True) -> Array:
-        """Return (P, ...): seconds of each part of the passes for loads (F, ...)."""
+        """Return the seconds (P, ...) of each part of the passes on processes with loads (F, ...).
+        `floors`: whether minimum times, such as launches, count."""
         seconds = self.batch.passes[0 if floors else 1]
         return seconds.pass_seconds(self._parts, self.batch.table(loads))
 
     def held(self, loads: Array) -> Array:
-        """Return (...): tokens of `device_tokens` that loads (F, ...) use. Gathered K,V count as
-        the number of tokens with equal bytes."""
+        """Return how many of its `device_tokens` a process with loads (F, ...) uses. Gathered K,V
+        count as the number of tokens with equal bytes."""
         weighted: Array = loads[TOKENS] + self._gather_weight * loads[GATHERED]
         return weighted
 
     def least_s(self, num_micro_batches: int) -> float:
         """Return about a lower bound on the seconds of a step. It is the larger of: all work spread
-        evenly; the slowest sequence on its best place, with all other micro-batches empty."""
+        evenly; the slowest sequence on its best group, with all other micro-batches empty."""
         batch = self.batch
         load = batch.added[:, 0].sum(axis=0)[:, None] / (batch.pool_size * num_micro_batches)
         even_s = num_micro_batches * self.seconds(load).sum()
@@ -303,8 +305,8 @@ class Setting:
 def settings(
     batch: PoolBatch, budget_bytes: int | None, recompute_layers: Iterable[int]
 ) -> list[Setting]:
-    """Return a setting for each `recompute_layers` with which the longest sequence fits; stop once
-    all fit on one process."""
+    """Return a setting for each number of checkpointed layers with which the longest sequence fits
+    in memory; stop at the first with which all sequences together fit on one process."""
     model, shape, pool_size = batch.model, batch.model.shape, batch.pool_size
     memory = model.memory(budget_bytes)
     gathering = [n for n in batch.sizes if shape.kv_share(n) * n > 1]
@@ -341,7 +343,8 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Spot(NamedTuple):
-    """The position of a sequence: micro-batch, index of its place's size, first process."""
+    """Where a sequence runs: its micro-batch, the index of the size of its sequence-parallel group,
+    and the group's first process."""
 
     micro_batch: int
     kind: int
@@ -353,7 +356,8 @@ Spots = Mapping[int, Spot]
 
 
 class Division:
-    """An assignment of sequences to spots, changed in place. A slot is a (micro-batch, process)."""
+    """An assignment of sequences to spots (micro-batch and sequence-parallel group), changed in
+    place. A slot is one process in one micro-batch."""
 
     def __init__(self, setting: Setting, num_micro_batches: int, spots: Spots) -> None:
         self.setting = setting
@@ -363,14 +367,14 @@ class Division:
         self.reset(spots)
 
     def reset(self, spots: Spots) -> None:
-        """Replace each sequence's `Spot`."""
+        """Replace the whole assignment by `spots`."""
         self.spots, self._seconds = dict(spots), None
         self.loads[:] = 0.0
         for seq_id, spot in spots.items():
             self._change(self.loads, seq_id, spot)
 
     def put(self, seq_id: int, spot: Spot) -> None:
-        """Move a sequence, or place an absent one."""
+        """Move a sequence to `spot`, whether or not it has a spot already."""
         self._seconds = None
         if seq_id in self.spots:
             self._change(self.loads, seq_id, self.spots[seq_id], -1)
@@ -383,7 +387,7 @@ class Division:
         loads[:, spot.micro_batch, slots] += times * batch.added[seq_id, spot.kind][:, None]
 
     def seconds(self) -> Array:
-        """Return (P, M, W): seconds of each slot."""
+        """Return the seconds (P, M, W) of each part of the passes, by micro-batch and process."""
         if self._seconds is None:
             self._seconds = self.setting.seconds(self.loads)
         return self._seconds
@@ -392,11 +396,13 @@ class Division:
         return float(self.seconds().max(axis=2).sum())
 
     def moves(self, seq_ids: Sequence[int]) -> list[tuple[float, Spot]]:
-        """Return (norm, spot) for each of `seq_ids`, assigned or not: its best other spot, and the
-        norm of the step with the sequence there (infinite if no spot has room).
+        """Return (norm of the step, spot) for each of `seq_ids`, assigned or not. The spot is the
+        sequence's best one other than its present one; the norm is that of a step with the sequence
+        there (infinite if no spot has room).
 
         The norm is the step time with a p-norm instead of the maximum over processes. Unlike the
-        maximum, it also falls if only one of several equally slow processes gets faster."""
+        maximum, it also falls if only one of several equally slow processes gets faster.
+        """
         batch = self.setting.batch
         before = np.repeat(self.loads[:, None], len(seq_ids), axis=1)  # (F, N, M, W)
         for i, seq_id in enumerate(seq_ids):
@@ -434,11 +440,11 @@ class Division:
         return [(now + more, spot) for now, (more, spot) in zip(norms_s, best, strict=True)]
 
     def have_room(self, loads: Array) -> NDArray[np.bool_]:
-        """Return (...): whether a process can hold the loads (F, ...)."""
+        """Return, as an array (...), whether a process with loads (F, ...) has enough memory."""
         return self.setting.held(loads) <= self.setting.device_tokens * (1 + _ALIKE)
 
     def slowest(self) -> list[int]:
-        """Return the sequences on the slowest process of any part of any micro-batch."""
+        """Return the sequences on the slowest process of any part of a micro-batch's passes."""
         slots = {(m, int(w)) for row in self.seconds().argmax(axis=2) for m, w in enumerate(row)}
         sizes = self.setting.batch.sizes
         return [
@@ -449,7 +455,8 @@ class Division:
 
 
 def _by_place(values: NDArray[Scalar], size: int) -> NDArray[Scalar]:
-    """Reshape (..., W) to (..., W / size, size): the processes of each place of a size."""
+    """Reshape (..., W) to (..., W / size, size), so that the W processes are in groups of
+    `size`."""
     return values.reshape(*values.shape[:-1], -1, size)
 
 
@@ -460,8 +467,8 @@ _TARGETS = tuple(1 + 0.02 * step for step in range(8))
 
 
 def greedy(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> list[Division]:
-    """Assign each sequence, the longest first, to the spot with the least norm. Return the division
-    in a list, which is empty if a sequence does not fit or the step takes more than `enough_s`."""
+    """Assign each sequence, the longest first, to the spot with the least norm (`Division.moves`).
+    Return [division], or [] if a sequence does not fit or the step takes more than `enough_s`."""
     division = Division(setting, num_micro_batches, {})
     longest_first = np.argsort(-np.array(setting.batch.seq_lens), kind="stable").tolist()
     for number, seq_id in enumerate(longest_first):
@@ -475,17 +482,18 @@ def greedy(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> l
 
 
 def smallest(setting: Setting, is_short: NDArray[np.bool_]) -> Kinds:
-    """Return, for each sequence, the index of the smallest size that fits and that `is_short`
-    (K, Z) allows; of the largest size if none does."""
+    """Return, for each sequence, the index of the smallest group size that fits in memory and that
+    `is_short` (K, Z) allows; of the largest size if none does."""
     fits = is_short & setting.fits
     last = len(setting.batch.sizes) - 1
     return tuple(np.where(fits.any(axis=1), fits.argmax(axis=1), last).tolist())
 
 
 def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Division | None:
-    """Assign sequences to places of given sizes (larger ones if these have no room), each to the
-    place where it ends earliest. Sequences on larger places come first, then those with more work:
-    aligned places of falling sizes leave no gaps. Return None if a sequence does not fit."""
+    """Assign each sequence to the group of processes where it ends earliest. Groups have the sizes
+    with the indices `kinds`, or larger ones if these have no room. Sequences on larger groups come
+    first, then those with more work: aligned groups of falling sizes leave no gaps. Return None if
+    a sequence does not fit in memory."""
     batch, num_kinds = setting.batch, len(setting.batch.sizes)
     held = setting.held(batch.added.transpose(2, 0, 1)).tolist()
     alone_s = setting.alone_s.tolist()
@@ -525,8 +533,8 @@ _TENURE = 6
 
 
 def improve(division: Division, num_changes: int) -> None:
-    """Improve a division by tabu search with `num_changes` changes, each the best move of a few
-    sequences on slowest processes; keep the best division."""
+    """Improve a division by tabu search, and keep the best assignment. Each of `num_changes`
+    changes is the best move of a few sequences on the slowest processes."""
     draw = random.Random(0)
     best_s, best = division.step_s(), dict(division.spots)
     stays: dict[int, int] = {}
@@ -547,8 +555,8 @@ def improve(division: Division, num_changes: int) -> None:
 def plan_of(
     batch: PoolBatch, spots: Spots, recompute_layers: int, budget_bytes: int | None
 ) -> ChunkPlan:
-    """Return the checked plan of one rank, the pool, with a chunk per micro-batch, by falling
-    tokens."""
+    """Return the checked plan of one rank, the pool. Each micro-batch is a chunk; those with most
+    tokens come first."""
     slices: dict[int, list[Slice]] = {}
     for seq_id, spot in sorted(spots.items()):
         place = Place(spot.first, batch.sizes[spot.kind])

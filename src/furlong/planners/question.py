@@ -64,12 +64,12 @@ class Limits:
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes of the device less the margin."""
+        """Bytes of the device that a plan may use: all but the margin."""
         return int(self.device_bytes * (1 - self.margin))
 
     @property
     def by_memory(self) -> dict[str, int | None]:
-        """Limit of each memory, less the margin, by its key under `memory` in a run file."""
+        """Limit of each memory by its `memory` key in a run file; the device's less the margin."""
         return {"device": self.limit_bytes, "cpu": self.cpu_bytes, "disk": self.disk_bytes}
 
     @property
@@ -78,7 +78,7 @@ class Limits:
         return tuple(target for target in TARGETS if self.by_memory[target] != 0)
 
     def exceeded(self, needs: Needs) -> dict[str, int]:
-        """Return the needed bytes of each memory whose limit they exceed."""
+        """Return {memory: needed bytes} of each memory of which more is needed than its limit."""
         return {
             memory: used
             for (memory, limit), used in zip(self.by_memory.items(), needs, strict=True)
@@ -97,14 +97,14 @@ class Limits:
         return not self.exceeded(needs)
 
     def lacking(self, needs: Needs) -> int:
-        """Return the bytes above the limits, summed over all memories; 0 if all fit."""
+        """Return the bytes above the limits, summed over all memories; 0 if the needs fit."""
         return sum(
             used - (self.by_memory[name] or 0) for name, used in self.exceeded(needs).items()
         )
 
 
 def key_of(name: str) -> str:
-    """Return the key of a run file for an option or a size of the layout."""
+    """Return the run-file key of `name`, a chunk option or a size of the layout."""
     section = "parallel" if name in (*SIZES, "reshard") else "chunks"
     return name if name == "offload" else f"{section}.{name}"
 
@@ -139,7 +139,7 @@ def advice(
 
 
 class DoesNotFitError(ConfigError):
-    """A plan needs more memory than a rank has."""
+    """A plan needs more memory than a device has."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class DoesNotFitError(ConfigError):
 
 @dataclass(frozen=True)
 class Question:
-    """A model, a batch, devices, and the choices that the user has made."""
+    """Input of a search: a model, batches, devices, and the choices that the user has made."""
 
     steps: Sequence[Sequence[int]]
     """Tokens of each sequence of the steps to time."""
@@ -224,18 +224,18 @@ class Question:
                 set_field("size", replace(self.size, sequences=len(self.steps[0])))
 
     def of_step(self, seq_lens: Sequence[int]) -> Question:
-        """Return the question whose only step has these sequences."""
+        """Return this question with one step, which has sequences of `seq_lens` tokens."""
         return replace(self, steps=[seq_lens], size=StepSize(), weight=0.0)
 
     def call_of(self, seq_lens: Sequence[int]) -> Call:
-        """Return the call with these lengths, or a new one without sharing."""
+        """Return the call in `calls` with these lengths, or a new one without a shared prompt."""
         lens = tuple(seq_lens)
         alike = (call for call in self.calls if call.seq_lens == lens)
         return min(alike, key=lambda call: call.shared, default=Call(lens))
 
     @property
     def options(self) -> dict[str, Any]:
-        """Given chunk options, without `reshard: False`, which all plans satisfy."""
+        """The user's chunk options, without `reshard: False`, which all plans satisfy."""
         return {
             name: value
             for name, value in self.given.items()
@@ -243,12 +243,12 @@ class Question:
         }
 
     def keys_of(self, names: Iterable[str]) -> list[str]:
-        """Return the keys of a run file that set these options. Offload of weights sets two."""
+        """Return the run-file keys of these options. Offloading weights sets order and reshard."""
         away = ("order", "reshard") if self.model.training.offload_weights else ()
         return list(dict.fromkeys("offload" if name in away else key_of(name) for name in names))
 
     def layouts(self) -> list[Layout]:
-        """Return the layouts with the given sizes. Raises ConfigError if there is none."""
+        """Return the layouts that have the given sizes. Raises ConfigError if there is none."""
         sizes = {name: self.given.get(name) for name in SIZES}
         replicate = self.model.training.replicate
         return layouts(
@@ -256,7 +256,7 @@ class Question:
         )
 
     def stages_of(self, layout: Layout) -> tuple[int, ...]:
-        """Return the layers of each stage of a pipeline; empty without a pipeline."""
+        """Return the number of layers of each stage of a pipeline; empty without a pipeline."""
         if layout.pp == 1:
             return ()
         if len(self.stages) == layout.pp:
@@ -267,7 +267,8 @@ class Question:
         )  # fmt: skip
 
     def fits_with_narrow_moments(self, layout: Layout) -> bool:
-        """Whether the state fits on a device only if AdamW's moments take half of their bytes."""
+        """Whether weights, gradients and optimizer fit on a device only if AdamW's moments take
+        half of their bytes."""
         training = self.model.training
         if training.optimizer_bytes != 2 * training.gradient_bytes or training.lora is not None:
             return False
@@ -276,7 +277,7 @@ class Question:
         return asked.state_bytes(layout) <= self.limits.limit_bytes < self.state_bytes(layout)
 
     def may_reshard(self, layout: Layout) -> bool:
-        """Whether a search may choose to free the weights of stages in a layout."""
+        """Whether a search may choose reshard, freeing the weights of stages, in a layout."""
         replicate = self.model.training.replicate
         if "reshard" in self.given:
             return False
@@ -300,7 +301,7 @@ class Question:
 
     @property
     def _may_cut_layers(self) -> bool:
-        """Whether a search may cut the layers into layer-first stages."""
+        """Whether a search may cut the layers into stages on one device (layer-first)."""
         shape, given = self.model.shape, self.given
         return (
             self.method in RESHARDING
@@ -310,14 +311,14 @@ class Question:
         )
 
     def offloading(self) -> Question:
-        """Return the question for plans with weights, gradients and optimizer in CPU memory."""
+        """Return this question for plans with weights, gradients and optimizer in CPU memory."""
         model = replace(self.model, training=self.model.training.offloading())
         given = {**self.given, "order": "layer-first", "reshard": True}
         return replace(self, model=model, given=given)
 
     def resharding(self, layout: Layout, reshard: bool = True) -> Question:
-        """Return the question for plans that free the weights of stages or, without `reshard`, keep
-        all weights."""
+        """Return this question for plans that free the weights of stages or, without `reshard`,
+        keep all weights."""
         order = {"order": "layer-first"} if reshard and layout.pp == 1 else {}
         return replace(self, given={**self.given, **order, "reshard": reshard})
 
@@ -337,16 +338,16 @@ class Question:
         )
 
     def resharded(self, layout: Layout) -> RankWeights:
-        """Return the weights of a device that frees weights of stages, without a pipeline, with the
-        fewest layers per stage that the given options allow."""
+        """Return the weights of a device on which weights of stages are freed, without a pipeline,
+        with the fewest layers per stage that the given options allow."""
         model, size = self.model_of(layout), layout.dp * layout.sp
         stages = stage_heights(model.shape.num_layers, self.given.get("stage_layers", 1))
         held = frozenset(range(len(stages)))
         return model.training.weights(model.shape, stages, held, size)
 
     def model_of(self, layout: Layout) -> CostModel:
-        """Return the cost model of one replica's plan in a layout, with a stage's state sharded
-        over its replicas and pools as in a run."""
+        """Return the cost model of one replica's plan in a layout. The state of a stage is sharded
+        over replicas and pools as in a run."""
         zero: ZeroStage = 1 if layout.dp * layout.sp > 1 else 0
         reshards = bool(self.given.get("reshard"))
         replicate = replicate_of(layout, reshards, self.model.training.replicate)
@@ -365,7 +366,7 @@ PlanOf = Callable[[Sequence[int]], ChunkPlan]
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """A question in one of its layouts."""
+    """A search's question in one layout of its devices."""
 
     question: Question
     layout: Layout
@@ -382,12 +383,12 @@ class Space:
 
     @cached_property
     def dealt(self) -> list[tuple[tuple[int, ...], ...]]:
-        """[step][replica] -> tokens of each of the replica's sequences."""
+        """dealt[step][replica]: tokens of each sequence of the replica."""
         return [*map(self._deal, self.question.steps)]
 
     def _deal(self, seq_lens: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the sequences of each replica, balanced by their seconds as in a run; the first
-        replica has most work."""
+        """Return the sequence lengths of each replica, with work balanced as in a run; the replica
+        with most work comes first."""
         work = self.model.sequence_seconds(seq_lens)
         replicas = by_cost(work, min(self.layout.dp, len(work)))
         most_first = sorted(replicas, key=lambda own: -sum(work[i] for i in own))
@@ -395,7 +396,8 @@ class Space:
 
     @cached_property
     def whole(self) -> list[tuple[int, ...]]:
-        """Sequences of a whole step's replicas with most work and with the longest sequence."""
+        """Sequence lengths of two replicas of a whole step: the one with most work, and the one
+        with the longest sequence."""
         if not self.question.whole:
             return []
         replicas = self._deal(self.question.whole)
@@ -403,12 +405,12 @@ class Space:
 
     @cached_property
     def busiest(self) -> list[tuple[int, ...]]:
-        """Sequences of each step's busiest replica."""
+        """Sequence lengths of the busiest replica of each step."""
         return [step[0] for step in self.dealt]
 
     @cached_property
     def most_tokens(self) -> int:
-        """Most tokens of a replica in a step."""
+        """Most tokens that a replica has in a step."""
         return max(sum(own) for step in self.dealt for own in step)
 
     @property
@@ -420,21 +422,21 @@ class Space:
         return is_alike and not is_divided
 
     def plan_of(self, options: ChunkOptions, *, checked: bool = True) -> PlanOf:
-        """Return the plan function for chunks with these options."""
+        """Return the function that plans a replica's sequences with these chunk options."""
         return partial(
             plan_replica, options=options, num_layers=self.model.shape.num_layers,
             stages=self.stages, sp_size=self.layout.sp, checked=checked,
         )  # fmt: skip
 
     def busiest_s(self, plan_of: PlanOf) -> float:
-        """Return the mean seconds of each step's busiest replica; equal ones are timed once."""
+        """Return the mean seconds of each step's busiest replica; equal replicas are timed once."""
         count = Counter(self.busiest)
         return sum(n * self._step_s(self.model, plan_of(lens)) for lens, n in count.items())
 
     def step_s(self, plan_of: PlanOf, beat_s: float = inf) -> float:
-        """Return the mean seconds of a step, with all replicas' plans joined as in a run, and with
-        the optimizer's step. Return infinity once a lower bound, the time of some replicas alone,
-        reaches `beat_s`."""
+        """Return the mean seconds of a step including the optimizer's step, with the plans of all
+        replicas joined as in a run. Return infinity as soon as a lower bound, the time of some of
+        the replicas alone, reaches `beat_s`."""
         model, total_s, part = whole_model(self.model), 0.0, min(1.0, self.question.weight)
         for lens, times in Counter(self.dealt).items():  # equal steps are timed once
             if len(set(lens)) == 1 and len(lens) == self.layout.dp and self._is_regular:
@@ -453,14 +455,14 @@ class Space:
         return total_s
 
     def _step_s(self, model: CostModel, plan: ChunkPlan) -> float:
-        """Return a plan's share of the mean step time. If it covers only part of a step, its time
-        is scaled up to the whole step."""
+        """Return what a plan's step contributes to the mean step time. If the plan covers only part
+        of a step, its time is scaled up to the whole step."""
         weight = self.question.weight
         return min(1.0, weight) * step_s(model, plan, times=max(1.0, weight))
 
 
 def _joined(plans: Sequence[ChunkPlan], num_replicas: int = 0) -> ChunkPlan:
-    """Join the plans of replicas as in a run, unchecked, for simulation only."""
+    """Return the plan of all replicas, joined as in a run, unchecked, for simulation only."""
     stops = accumulate(len(plan.seq_lens) for plan in plans)
     own_ids = [list(range(n - len(p.seq_lens), n)) for p, n in zip(plans, stops, strict=True)]
     seq_lens = [n for plan in plans for n in plan.seq_lens]
@@ -474,7 +476,7 @@ def whole_model(model: CostModel) -> CostModel:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method with its options in a layout, which can plan any batch."""
+    """A planning method with its chunk options in a layout, which can plan any batch."""
 
     method: str
     space: Space
@@ -552,8 +554,8 @@ class Answer:
 
     @property
     def nearest(self) -> tuple[Candidate | None, Layout]:
-        """The candidate closest to fitting, and its layout. The candidate is None if a layout is
-        closer in which the state alone does not fit."""
+        """(candidate closest to fitting, its layout). The candidate is None if a layout is closer
+        in which weights, gradients and optimizer alone do not fit."""
         question, limits, refused = self.question, self.question.limits, self.refused
         too_large = sorted(self.too_large, key=lambda pair: pair[1])
         least = limits.lacking(refused[0].needs) if refused else inf
@@ -566,7 +568,7 @@ class Answer:
 
     @property
     def by_options(self) -> Candidate | None:
-        """The simulated candidate with these options; None for a named method with own chunks."""
+        """The simulated candidate with the run's options; None if a named method has own chunks."""
         layout, options = self.best.layout, self.best.options
         return next(
             (c for c in self.tried if c.longest and (c.layout, c.options) == (layout, options)),

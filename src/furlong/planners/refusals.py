@@ -22,7 +22,7 @@ from furlong.units import budget_of, count_words, format_bytes
 
 def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
     """Return the error of a search in which nothing fits, with memory budgets that would suffice.
-    `alone`: whether the run's devices are fixed."""
+    `alone`: whether the run's number of devices is fixed."""
     question, (trial, layout) = answer.question, answer.nearest
     limits, training, num_devices = question.limits, question.model.training, question.num_devices
     state_bytes = question.state_bytes(layout)
@@ -71,8 +71,8 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
 
 
 def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
-    """Return the larger part of CPU memory of a plan with offloaded weights, `state` or `cpu`, and
-    text on the bytes of both parts."""
+    """Return (the larger of two parts of CPU memory, text on the bytes of both). For a plan with
+    offloaded weights these are `state` (weights, gradients, optimizer) and `cpu` (kept tensors)."""
     own = question.resharded(trial.layout)
     kept = trial.needs.cpu_bytes - own.host_bytes
     words = f"weights, gradients and optimizer {format_bytes(own.host_bytes)}"

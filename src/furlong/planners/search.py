@@ -158,7 +158,7 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
 
 
 def _searched(question: Question, tell: Tell, may_cut_short: bool) -> Trials:
-    """Run a search, again with finer chunks if nothing fits."""
+    """Return the results of a search or, if nothing fits, of a second one with finer chunks."""
     trials = Trials(question, tell)
     try:
         _run(trials)
@@ -177,8 +177,8 @@ def _searched(question: Question, tell: Tell, may_cut_short: bool) -> Trials:
 
 
 def own_method(space: Space) -> str | None:
-    """Return the method with own chunks that `auto` tries in a layout besides chunk options, if
-    any. Skrull is omitted, as its plans are special cases of plans of `places`."""
+    """Return the method with own chunks that `auto` tries in a layout besides chunk options, or
+    None. Skrull is omitted, as its plans are special cases of plans of `places`."""
     question, layout = space.question, space.layout
     others = [name for name in question.options if name != "reshard" or layout.pp == 1]
     if question.method != "auto" or others or layout == ONE_DEVICE:
@@ -187,7 +187,7 @@ def own_method(space: Space) -> str | None:
 
 
 def candidates_of(name: str) -> Candidates:
-    """Return the candidates function of a method; for `auto` it is `chunks`."""
+    """Return the function that yields a method's candidates; for `auto` it is `chunks`."""
     return METHODS[name].candidates if name in METHODS else chunks
 
 
@@ -242,7 +242,7 @@ class Trials:
 
     def nearness(self, needs: Needs) -> tuple[int, int]:
         """Return a sort key, least for the plan closest to fitting: (bytes lacking outside CPU
-        memory, or 0 if weights are on the device; bytes lacking in all memories). Weights are in
+        memory if weights are in CPU memory, else 0; bytes lacking in all memories). Weights are in
         CPU memory because the device cannot hold them, so a plan that takes less RAM, but more of
         the device, is not closer."""
         limits = self.question.limits
@@ -252,7 +252,7 @@ class Trials:
         return replace(limits, cpu_bytes=None).lacking(needs), lacking
 
     def walked(self, candidate: Candidate, plans: Sequence[ChunkPlan]) -> Candidate:
-        """Return the candidate with its needs raised to the simulated bytes of `plans`."""
+        """Return the candidate with its needs raised to the simulated peak bytes of `plans`."""
         space = candidate.space
         memory, ranks = space.model.memory(), [*range(candidate.layout.pp)]
         if candidate.longest and space.stages:
@@ -283,12 +283,13 @@ class Trials:
 
 
 def _run(trials: Trials) -> None:
-    """Try candidates in each layout that may be faster than the best plan. If the best plan turns
+    """In each layout, try candidates that may be faster than the best plan. If the best plan turns
     out not to fit a whole step, start again, as slower plans were skipped because of it.
 
     If the user has not set reshard, a layout reshards (frees the weights of stages) if its state
     does not fit otherwise. Other layouts reshard only if nothing fits, or if all plans that fit are
-    far slower than the lower bound on step time."""
+    far slower than the lower bound on step time.
+    """
     asked, first, later = trials.question, list[Space](), list[Space]()
     for layout in walkable(asked):
         ways = [asked]
@@ -360,9 +361,9 @@ def _refuse_partial(trials: Trials) -> bool:
 
 
 def _whole_plans(question: Question, candidate: Candidate) -> list[ChunkPlan]:
-    """Return plans of whole steps that must fit, too. There are none without a pipeline or
-    resharding (except for a named method with own chunks): the longest sequence decides. If `auto`
-    chose such a method, they use its fallback chunk options."""
+    """Return plans of whole steps that must fit in memory, too. Without a pipeline or resharding
+    there are none, since the longest sequence decides (except for a named method with own chunks).
+    If `auto` chose a method with own chunks, the plans use its fallback chunk options."""
     space, is_named = candidate.space, candidate.method == question.method
     plan_of: PlanOf = candidate.trial
     if candidate.options.reshard and space.layout.pp == 1:
@@ -377,15 +378,15 @@ def _whole_plans(question: Question, candidate: Candidate) -> list[ChunkPlan]:
 
 
 def _asked(candidate: Candidate) -> PlanOf:
-    """Return the plan function of the named method, without a step time to beat."""
+    """Return the plan function of the candidate's method, without a step time to beat."""
     (asked,) = candidates_of(candidate.method)(replace(candidate.space, beat_s=inf))
     return asked.plan_of
 
 
 def _beside(trials: Trials, layout: Layout) -> list[Candidate]:
-    """Return the fitting chunk options of a layout, the fastest first, that one replica can use
-    while another uses a method with own chunks. Such methods keep K,V on the device, and all
-    replicas of a step must have the same stages."""
+    """Return a layout's fitting candidates with chunk options, the fastest first, that one replica
+    can use while another uses a method with own chunks. Such methods keep K,V on the device, and
+    all replicas of a step must have the same stages."""
     fitting = [
         one
         for one in trials.fitting
@@ -399,9 +400,9 @@ def _beside(trials: Trials, layout: Layout) -> list[Candidate]:
 
 
 def _options_beside(trials: Trials, candidate: Candidate) -> ChunkOptions:
-    """Return chunk options to use with a method with own chunks, for evaluations and for batches
-    that the method has no plan for: the fastest ones that fit; if none was tried, the first by
-    estimate that fit, or else the ones closest to fitting by their bounds."""
+    """Return the chunk options for evaluations, and for batches that a method with own chunks has
+    no plan for: the fastest ones that fit; if none was tried, the first by estimate that fit, or
+    else the ones closest to fitting by their bounds."""
     if beside := _beside(trials, candidate.layout):
         return beside[0].options
     lacking = trials.question.limits.lacking
@@ -419,8 +420,8 @@ def _options_beside(trials: Trials, candidate: Candidate) -> ChunkOptions:
 
 def _walk(trials: Trials, space: Space, method: Candidates) -> Iterator[tuple[bool, float]]:
     """Try the candidates of a method in a layout until no further one can be faster. Before each
-    try yield its priority (whether it is long, its estimate), so that the caller can try other
-    layouts first."""
+    try yield the candidate's priority (whether it takes long to simulate, its estimated seconds),
+    so that the caller can try other layouts first."""
     if trials.bound_s(space) >= trials.best_s:
         return
     layout, seconds = space.layout, defaultdict[int, set[float]](set)
@@ -497,7 +498,7 @@ def _is_done(trials: Trials, candidate: Candidate, num_fitting: int) -> bool:
 
 
 def _is_long(candidate: Candidate) -> bool:
-    """Whether a candidate's plans would take most of the work of a search over several devices.
+    """Whether simulating a candidate would take most of the work of a search over several devices.
     Such candidates are tried only if no others fit."""
     space, options = candidate.space, candidate.options
     if space.layout == ONE_DEVICE or not candidate.longest:
@@ -509,8 +510,8 @@ def _is_long(candidate: Candidate) -> bool:
 
 
 def _try(trials: Trials, candidate: Candidate, beat_s: float) -> float | None:
-    """Simulate a candidate. Return None if its plans do not fit, else the seconds of a step, or
-    only those of its busiest replica, a lower bound, if they reach `beat_s`."""
+    """Simulate a candidate. Return None if its plans do not fit in memory, else the mean seconds of
+    a step; or only those of its busiest replica, a lower bound, if they reach `beat_s`."""
     space, layout, question = candidate.space, candidate.layout, trials.question
     exact, sampling = cache(candidate.trial), candidate.options.sampling
     plan_of: PlanOf = cache(lambda lens: one_draw(exact(lens), sampling))
@@ -584,7 +585,7 @@ def _try_least(trials: Trials) -> None:
 
 
 def _best(trials: Trials) -> Candidate | None:
-    """Return the chosen plan."""
+    """Return the candidate that the search chooses, or None if none fits."""
 
     def simplest(one: Candidate) -> tuple[object, ...]:
         layout = one.layout
@@ -594,8 +595,8 @@ def _best(trials: Trials) -> Candidate | None:
 
 
 def _alike(trials: Trials) -> list[Candidate]:
-    """Return the plans about as fast as the fastest one; on one device only plans with the same
-    order, stages and offload."""
+    """Return the candidates about as fast as the fastest one; on one device only those with the
+    same order, stages and offload."""
     wanted = [one for one in trials.fitting if one.method == trials.question.method]
     wanted = wanted or trials.fitting
     fastest_s = min((one.step_s for one in wanted), default=inf)
@@ -635,8 +636,8 @@ def _answer(trials: Trials, started_s: float) -> Answer:
 
 
 def walkable(question: Question) -> list[Layout]:
-    """Return the layouts that the options allow, preferring those without idle replicas. Raises
-    ConfigError."""
+    """Return the layouts that the options allow; those with idle replicas only if there are no
+    others. Raises ConfigError if there is none."""
     some = question.layouts()
     found, reshards = some, question.given.get("reshard", False)
     if reshards:
@@ -673,7 +674,7 @@ def _order_of(candidate: Candidate) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class BatchPlans:
-    """Planners that may replace a run's chunk options, batch by batch."""
+    """Planners of single batches, whose plans may replace those of a run's chunk options."""
 
     space: Space
     """Question of the run, with its model, limits, given options and method, in its layout."""
@@ -735,8 +736,8 @@ class BatchPlans:
     def _plan_by_name(
         self, seq_lens: Sequence[int], plan: ChunkPlan, options: ChunkOptions
     ) -> ChunkPlan:
-        """Return the plan of the named method, in a tenth less memory for each time that chunks
-        were halved after an out-of-memory step."""
+        """Return the plan of the method that the user has named. Each time that chunks were halved
+        after an out-of-memory step, its memory budget falls by a tenth."""
         question = self.space.question
         method, limits = question.method, question.limits
         if plan.frozen_stages:
@@ -754,7 +755,7 @@ class BatchPlans:
 
     def _plan_of(self, method: str, seq_lens: Sequence[int], beat_s: float) -> ChunkPlan:
         """Return the plan of a method with own chunks. It offloads nothing, but its `offload` is
-        set to the options', as all replicas must have the same one."""
+        set to that of the chunk options, as all replicas must have the same."""
         asked = Space(self.space.question.of_step(seq_lens), self.space.layout, beat_s)
         plan = next(iter(candidates_of(method)(asked))).plan_of(seq_lens)
         return replace(plan, offload=self.options.offloading)
@@ -763,8 +764,8 @@ class BatchPlans:
 def best_plan(
     seq_lens: Sequence[int], answer: Answer, options: ChunkOptions | None = None
 ) -> tuple[str, ChunkPlan]:
-    """Return the names of the replicas' planners and the plan of a step over these sequences, as a
-    run would plan it. `options`: chunk options to use instead of the answer's."""
+    """Return (names of the methods that plan the replicas, plan of a step over these sequences), as
+    a run would plan it. `options`: chunk options to use instead of the answer's."""
     chosen, space, options = answer.best, answer.best.space, options or answer.options
     if space.layout == ONE_DEVICE:
         return chosen.method, chosen.plan_of(seq_lens)

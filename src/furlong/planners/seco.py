@@ -32,8 +32,8 @@ def candidates(space: Space) -> Iterator[Candidate]:
 
 
 def sampled_candidates(space: Space) -> Iterator[Candidate]:
-    """Yield SpaCO's candidates (planners/spaco.py) if `chunks.sample` is given: SeCO's, in which
-    only drawn chunks have a backward."""
+    """Yield SpaCO's candidates (planners/spaco.py) if `chunks.sample` is given. They are SeCO's,
+    but only drawn chunks have a backward."""
     if "sample" in space.question.given:
         for candidate in candidates(space):
             yield replace(candidate, method="spaco")

@@ -72,7 +72,7 @@ def cost_model_of(
 def limits_of(
     machine: Machine, budget_bytes: int, cpu_bytes: int | None = 0, disk_bytes: int | None = 0
 ) -> Limits:
-    """Return the bytes that a plan may use of each memory, with the margin of a calibration."""
+    """Return the bytes that a plan may use of each memory, with the calibrated margin."""
     return Limits(budget_bytes, cpu_bytes, disk_bytes, machine.margin(MARGIN))
 
 
@@ -135,7 +135,7 @@ def training_of(model: ModelConfig, packed: Mapping[str, Any] | None = None) -> 
 
 
 def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape) -> Training:
-    """Return the training setup with the bytes of a run's optimizer."""
+    """Return the training setup with the bytes of the optimizer that a run uses."""
     name, wide = settings.optimizer, training.gradient_bytes
     if name == "muon":
         return replace(training, optimizer_bytes=2 * wide, matrix_bytes=wide)
@@ -151,9 +151,9 @@ def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape)
 
 
 def given_options(config: RunConfig) -> dict[str, Any]:
-    """Return the options that a run file gives. stage_layers implies layer-first, and so do weights
-    on the CPU (which imply reshard) and, without a pipeline, reshard. Raises ConfigError for a
-    sample whose keys contradict each other."""
+    """Return the options that a run file gives, with those that they imply. stage_layers implies
+    layer-first, and so do weights on the CPU (which imply reshard, too) and, without a pipeline,
+    reshard. Raises ConfigError for a sample whose keys contradict each other."""
     chunks = config.chunks
     values = chunks.model_dump(include={*SEARCHED_OPTIONS, "stage_layers"})
     values |= {"offload": kept_offload(config.offload)}

@@ -43,7 +43,7 @@ from furlong.planners.question import Candidate, Space
 
 def candidates(space: Space) -> Iterator[Candidate]:
     """Yield one candidate for a pool of several devices without a pipeline; its planner ensures
-    that plans fit."""
+    that its plans fit in memory."""
     layout, limit_bytes = space.layout, space.question.limits.limit_bytes
     if layout.pp == 1 < layout.sp:
         plan_of = partial(
@@ -55,8 +55,8 @@ def candidates(space: Space) -> Iterator[Candidate]:
 def plan_skrull(
     seq_lens: Sequence[int], model: CostModel, *, sp_size: int, budget_bytes: int
 ) -> ChunkPlan:
-    """Return a checked plan of one replica, a pool, with as few recomputed layers as fit. Raises
-    ConfigError if it does not fit with all layers recomputed."""
+    """Return a checked plan of one replica on a pool of `sp_size` devices, with as few recomputed
+    layers as fit in memory. Raises ConfigError if it does not fit with all layers recomputed."""
     memory, num_layers = model.memory(budget_bytes), model.shape.num_layers
     work = sequence_work(seq_lens, model.shape)
     for layers in recompute_choices(num_layers):
@@ -83,8 +83,9 @@ def micro_batches(
     sp_size: int,
     bucket_tokens: int,
 ) -> list[Chunk]:
-    """Return the micro-batches of one replica with their places (Algs. 1 and 2, corrected). Each of
-    m micro-batches has every m-th sequence by rising length, for the smallest m that fits.
+    """Return one replica's micro-batches, with the processes of each sequence (Algs. 1 and 2,
+    corrected). Each of m micro-batches has every m-th sequence by rising length, for the smallest m
+    that fits.
 
     `work`: FLOPs (or another measure) of each sequence. `bucket_tokens`: most tokens of a device;
     all devices of the group together must have room for the longest sequence.

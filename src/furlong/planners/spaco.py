@@ -1,7 +1,7 @@
-"""SpaCO: backwards of drawn chunks only, with factors that make up for the others.
+"""SpaCO: backwards of drawn chunks only, with factors that make up for the chunks left out.
 
-Li et al., Findings of ACL 2025 (arXiv 2505.16710), Algorithm 2. Forwards are exact; random is only
-which paths of the gradient remain (Eqs. 2 to 5). A path from a chunk's loss through h earlier
+Li et al., Findings of ACL 2025 (arXiv 2505.16710), Algorithm 2. Forwards are exact; only the
+choice of the gradient's paths is random (Eqs. 2 to 5). A path from a chunk's loss through h earlier
 chunks remains if all h + 1 chunks are drawn (Eq. 6). A Backward multiplies the gradient of its own
 loss by a, and dK,dV from later chunks by c, so that this path has the weight a c^h. The gradient is
 unbiased if a c^h times the probability of these draws is 1 (Eq. 6).
@@ -121,7 +121,7 @@ class Sampling:
                 raise _unusable(given, required, change)
 
     def share(self, num_chunks: int) -> float:
-        """Return the budget (`rate` or `chunks`) as a share of a sequence's chunks."""
+        """Return the share of a sequence's chunks to draw, as `rate` or `chunks` sets it."""
         if self.chunks is not None:
             return min(1.0, self.chunks / num_chunks)
         assert self.rate is not None
@@ -135,15 +135,15 @@ class Sampling:
         return [1.0 if rate == 1 else labelled if has else rate for has in has_labels]
 
     def num_drawn(self, num_chunks: int) -> int:
-        """Return how many chunks of a sequence `fixed` and `paper` draw: at least two if it has
-        two, as a single chunk has no other to send gradients to."""
+        """Return the number of chunks of a sequence that the rules `fixed` and `paper` draw: at
+        least two if it has two, as a single chunk has no other to send gradients to."""
         if self.chunks is not None:
             return min(self.chunks, num_chunks)
         return min(num_chunks, max(2, round(self.share(num_chunks) * num_chunks)))
 
 
 def sampling_of(value: object) -> Sampling | None:
-    """Convert a mapping of fields to a Sampling; return a Sampling or None as it is. Raises
+    """Return a mapping of fields as a Sampling; return a Sampling or None as it is. Raises
     ConfigError for other values."""
     if value is None or isinstance(value, Sampling):
         return value
@@ -158,8 +158,8 @@ def sampling_of(value: object) -> Sampling | None:
 
 
 def draw(has_labels: Sequence[bool], sampling: Sampling, rng: random.Random) -> dict[int, Factors]:
-    """Return {position: factors} of the drawn chunks of one sequence. `has_labels`: whether each
-    chunk has labels."""
+    """Return {index of a chunk: its gradient factors} for the drawn chunks of one sequence.
+    `has_labels`: whether each chunk has labels."""
     if sampling.rule == "unbiased":
         chances = sampling.probabilities(has_labels)
         return {i: Factors(1 / p, 1 / p) for i, p in enumerate(chances) if rng.random() < p}
@@ -169,7 +169,8 @@ def draw(has_labels: Sequence[bool], sampling: Sampling, rng: random.Random) -> 
 
 
 def fixed_factors(sampling: Sampling, num_chunks: int) -> Factors:
-    """Return the factors for rules that draw exactly n of k chunks."""
+    """Return the gradient factors of drawn chunks under the rules `fixed` and `paper`, which draw
+    exactly n of k chunks."""
     num_drawn = sampling.num_drawn(num_chunks)
     if num_drawn == num_chunks:
         return EXACT
@@ -183,11 +184,11 @@ def fixed_factors(sampling: Sampling, num_chunks: int) -> Factors:
 def draw_chunks(
     plan: ChunkPlan, sampling: Sampling, labelled: Collection[int] = ()
 ) -> dict[int, Factors]:
-    """Return {chunk: factors} of a plan's drawn chunks; chunks of one sequence are drawn together.
+    """Return {chunk: gradient factors} of a plan's drawn chunks, drawn sequence by sequence.
 
     `labelled`: chunks that have labels. If they are unknown, gradients stay unbiased, but chunks
-    with labels are drawn at the rate of the others. If sp ranks hold local pieces, a chunk may be
-    part of two cut sequences; it is drawn with the first.
+    with labels are drawn at the rate of the others. If processes of a pool hold different
+    sequences, a chunk may be part of two cut sequences; it is drawn with the first.
     """
     drawn: dict[int, Factors] = {}
     for seq_id, group in sorted(plan.groups.items()):
@@ -220,15 +221,15 @@ _Cells = Mapping[tuple[int, int], int]
 
 
 def sampled(plan: ChunkPlan, sampling: Sampling, labelled: Collection[int] = ()) -> ChunkPlan:
-    """Return a checked plan in which a draw of the chunks of `plan` gets backwards. `labelled`: see
-    `draw_chunks`."""
+    """Return a checked plan in which only randomly drawn chunks of `plan` get backwards.
+    `labelled`: see `draw_chunks`."""
     drawn = draw_chunks(plan, sampling, labelled)
     return sample_backwards(plan, drawn, report_loss=sampling.report_loss)
 
 
 def one_draw(plan: ChunkPlan, sampling: Sampling | None) -> ChunkPlan:
-    """Return the plan used for predictions: chunks are sampled with seed 0, as if none had
-    labels."""
+    """Return the sampled plan used for predictions: its chunks are drawn with seed 0, as if none
+    had labels."""
     return plan if sampling is None else sampled(plan, replace(sampling, seed=0))
 
 
@@ -300,7 +301,8 @@ def _sampled_action(
     computed: Collection[int],
     retained: _Cells,
 ) -> Action | None:
-    """Return the action that replaces `action`; None if it is removed."""
+    """Return what replaces an action; None if it is removed. Collections of chunks: `trained` (with
+    a Backward), `read` (their K,V are read), `computed` (with a Forward)."""
     match action:
         case Forward(chunk) | Send("activation", chunk) | Recv("activation", chunk) if (
             chunk not in computed

@@ -1,16 +1,17 @@
 """The clock: simulated start and stop times of all actions of a plan, as a Timeline.
 
-Each rank runs its list in order, with one computation at a time on its compute lane. Copies of a
-cell to or from its offload target run concurrently, and the rank continues when both are done. A
+Each rank runs its list of actions in order, one computation at a time. Copies of offloaded tensors
+run concurrently with the computation that uses them, and the rank continues when both are done. A
 message uses the link from its sender to its receiver, which delivers in order: a Send never waits,
 a Recv waits for its message (isend and a queue per direction).
 
-A pass (forward or backward of a cell) can be a collective of the ranks of its stage. Lockstep: if
-the plan gathers weights with each pass, the n-th passes of all ranks, whatever their chunks, are
-one collective. Otherwise the first pass of a stage gathers its weights, unless an Unshard does
-(gathering), and its last Backward reduces gradients (reducing): the first rank to arrive waits, and
-so does the gradient that it sends to the stage before. A rank's record ends with its own work, so
-the rest shows as waiting. A collective starts when the last of its ranks has entered it:
+A pass (forward or backward of one chunk at one stage) can be a collective of the ranks of its
+stage, in one of three ways. Lockstep: if the plan gathers weights with each pass, the n-th passes
+of all ranks, whatever their chunks, are one collective. Otherwise the first pass of a stage gathers
+its weights, unless an Unshard does (gathering), and its last Backward reduces gradients (reducing):
+the first rank to arrive waits, and so does the gradient that it sends to the stage before. The
+record of a pass ends with the rank's computation, so the rest of the collective shows as waiting. A
+collective starts when the last of its ranks has entered it:
 
     collective      starts when                      its ranks continue
     Unshard         all entered, links are free      when weights outside the layers are gathered
@@ -19,19 +20,19 @@ the rest shows as waiting. A collective starts when the last of its ranks has en
     gathering pass  all entered                      when their own work has finished
     reducing pass   all entered                      when their own work has finished
 
-An Unshard first gathers weights before the layers (the embedding), for which its ranks wait. Then,
-concurrently with computation, it gathers the layers in equal times and the head. The first pass
-through the stage needs each layer when it reaches it; the record puts all of this waiting before
-its first layer. The first pass with a loss waits for the head in the same way.
+An Unshard first gathers the weights before the layers (the embedding), for which its ranks wait.
+Then, concurrently with computation, it gathers the layers, each in the same time, and the head. The
+first pass through the stage needs each layer when it reaches it. All of this waiting is recorded
+before its first layer. The first pass with a loss waits for the head in the same way.
 
-A Reduce runs layer by layer during the stage's last Backward, as far as the links are free; its
-action stands for the remainder.
+A Reduce runs layer by layer during the stage's last Backward, as far as the links are free. The
+Reduce action stands for what remains after the Backward.
 
-All times follow from the plan, whatever order ranks are visited in. Simplification: links of
-different pairs of ranks share no bandwidth.
+The times do not depend on the order in which the simulation visits the ranks. Simplification: links
+of different pairs of ranks share no bandwidth.
 
-The second half computes figures of a simulated or measured timeline (seconds of each rank, bubble
-ratio).
+The second half of the file computes figures of a simulated or measured timeline (seconds of each
+rank, bubble ratio).
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def _joins(plan: ChunkPlan, rank: int, shared: Collection[int]) -> list[StageCol
     joins: list[StageCollective | None] = [None] * len(actions)
     gathered = {action.stage for action in actions if isinstance(action, Unshard)}
     reducing: dict[int, int] = {}
+    # replicas that hold all weights gather within their pools, and need not run in lockstep
     in_step = plan.regathers and not plan.replicated
     ways = layer_directions(plan, rank) if in_step or shared else repeat(None)
     for index, (action, way) in enumerate(zip(actions, ways, strict=False)):
@@ -80,6 +82,7 @@ def _joins(plan: ChunkPlan, rank: int, shared: Collection[int]) -> list[StageCol
                 gathered.add(action.stage)
                 joins[index] = "gathering", action.stage
             elif isinstance(action, Backward):
+                # each later Backward replaces the one before: only the last reduces
                 reducing[action.stage] = index
     for stage, index in reducing.items():
         joins[index] = "reducing", stage
@@ -96,9 +99,9 @@ class ActionCosts(Protocol):
     """Seconds of actions, as a cost model computes them."""
 
     def compute_s(self, action: Action, rank: int) -> float:
-        """Return the seconds of any action but Send and Recv: for an Unshard, its seconds on the
-        link; for a Reduce, its seconds after the stage's last Backward. The clock takes the slowest
-        rank's."""
+        """Return the seconds of an action on `rank` (not for Send and Recv). An Unshard counts its
+        seconds on the link, a Reduce its seconds after the stage's last Backward. For a collective,
+        the clock takes the seconds of the slowest rank."""
 
     def transfer_s(self, action: Send, rank: int) -> float:
         """Return the seconds that a message takes from `rank` to its peer."""
@@ -107,14 +110,14 @@ class ActionCosts(Protocol):
         """Return the seconds of a Reduce on the link, including those during the last Backward."""
 
     def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
-        """Return the first seconds of a collective, during which its ranks compute nothing."""
+        """Return the first seconds of a collective, in which its ranks compute nothing."""
 
     def head_s(self, action: Unshard, rank: int) -> float:
-        """Return the last seconds of an Unshard, in which it gathers the head."""
+        """Return the seconds at the end of an Unshard in which it gathers the head."""
 
 
 class CopyCosts(Protocol):
-    """The seconds of copies that the clock needs from a cost model."""
+    """The part of a cost model that the clock needs for copies of offloaded tensors."""
 
     def copy_s(self, action: Action, rank: int) -> float:
         """Return the seconds of copies of offloaded tensors that run during the action."""
@@ -131,12 +134,12 @@ class Times:
 
     @property
     def duration_s(self) -> float:
-        """The makespan."""
+        """The makespan: seconds until the last action and the last copy have ended."""
         last = max((max(times, default=0.0) for times in self.stop_s), default=0.0)
         return max(last, max(self.copy_stop_s.values(), default=0.0))
 
     def busiest_s(self, plan: ChunkPlan) -> float:
-        """Return the most seconds that a rank spends in computing actions and their copies."""
+        """Return the seconds that the busiest rank spends in computing actions and their copies."""
         return max(
             sum(
                 max(stops[i], self.copy_stop_s.get((rank, i), 0.0)) - starts[i]
@@ -157,15 +160,15 @@ def simulate(
 ) -> Timeline:
     """Return the timeline of a plan that has passed `plan.check`.
 
-    A Recv is recorded from when its rank waits and the message has been sent; time before the Send
-    shows as idle.
+    A Recv is recorded from the moment when its rank waits for a message that is on its way; waiting
+    before the Send starts shows as idle time.
 
     Args:
         plan: The plan.
         costs: Seconds of its actions.
-        copies: Seconds of its copies; None: no copies.
+        copies: Seconds of its copies of offloaded tensors; None: no copies.
         device_bytes: [rank][action], peak bytes during the action; None: all are 0.
-        offloaded_bytes: the same for offloaded tensors.
+        offloaded_bytes: The same for offloaded tensors.
 
     Raises:
         PlanError: Ranks wait for each other.
@@ -189,13 +192,14 @@ def simulate(
 
 
 def time_actions(plan: ChunkPlan, costs: ActionCosts, *, copies: CopyCosts | None = None) -> Times:
-    """Return the times of `simulate` without records, for the makespans of many plans."""
+    """Return the start and stop times of a plan's actions, as in `simulate`, but without records.
+    This is faster if only the makespans of many plans are needed."""
     return Clock(plan, costs, copies).run()
 
 
 class Clock:
-    """One run of the clock. Each rank is a generator that yields while it waits: for a message of
-    a channel, or for an occurrence of a collective."""
+    """One simulation of a plan. Each rank is a generator that yields while it waits for a message,
+    or for the other ranks of a collective."""
 
     def __init__(
         self, plan: ChunkPlan, costs: ActionCosts, copies: CopyCosts | None = None
@@ -203,6 +207,7 @@ class Clock:
         self._plan, self._costs, self._copies = plan, costs, copies
         ranks = range(len(plan.actions))
         shared = {stage for stage, holders in enumerate(plan.holders) if len(holders) > 1}
+        # -1: not simulated yet, by which `run` knows the ranks that are stuck
         self._start_s = [[-1.0] * len(actions) for actions in plan.actions]
         self._stop_s = [[-1.0] * len(actions) for actions in plan.actions]
         self._copy_stop_s: dict[tuple[int, int], float] = {}
@@ -232,7 +237,7 @@ class Clock:
         return Times(self._start_s, self._stop_s, self._copy_stop_s)
 
     def _walk(self, rank: int) -> Iterator[object]:
-        """Simulate one rank; yield what it is waiting for."""
+        """Simulate one rank; yield the message or collective that it is waiting for."""
         actions, starts, stops = self._plan.actions[rank], self._start_s[rank], self._stop_s[rank]
         now = 0.0  # when the rank is free for its next action
         index = 0
@@ -256,6 +261,7 @@ class Clock:
                 index += 1
                 continue
             what = passes(self._plan, rank)[index]
+            # a pass that computes nothing needs no weights, and leaves the waiting to the next pass
             if action.stage in unsharding and what is not NOTHING:
                 at, joined = unsharding.pop(action.stage)
                 yield from self._end(joined)
@@ -273,6 +279,7 @@ class Clock:
             else:
                 # the last rank to enter writes this rank's start and stop
                 free = yield from self._end(self._join(rank, index, now))
+                # `_end` is the slowest rank's stop, for which a rank waits in lockstep only
                 if not self._plan.regathers or self._plan.replicated:
                     free = stops[index]
             if self._copies and (copy_s := self._copies.copy_s(action, rank)):
@@ -284,12 +291,13 @@ class Clock:
     def _exchange(
         self, rank: int, index: int, now: float
     ) -> Generator[object, None, tuple[int, float]]:
-        """Simulate the message at `index`; return the number of actions done, and the time at
-        which the rank is free again."""
+        """Simulate the Send or Recv at `index` from time `now`; return (number of actions done,
+        time at which the rank is free again)."""
         action = self._plan.actions[rank][index]
         if isinstance(action, Send):
             channel = rank, action.peer
             spans = self._spans[channel]
+            # links deliver in order: a message starts after the one before it, its rank goes on
             start = max(now, spans[-1][1]) if spans else now
             stop = start + self._costs.transfer_s(action, rank)
             spans.append((start, stop))
@@ -301,6 +309,7 @@ class Clock:
             while len(spans) <= message:
                 yield channel, message
             start, stop = spans[message]
+            # a message that arrived before its Recv takes no time
             stop = max(stop, now)
             start = min(max(start, now), stop)
             now = stop
@@ -308,7 +317,8 @@ class Clock:
         return 1, now
 
     def _join(self, rank: int, index: int, now: float) -> _Joined:
-        """Enter a collective; the last rank to enter computes its times, which wakes the others."""
+        """Enter the collective of the action at `index`, at time `now`, and return it. The last
+        rank to enter computes the times of all ranks, which wakes the others."""
         key = self._joins[rank][index]
         assert key is not None
         joined = key, self._joined[key, rank]
@@ -320,6 +330,7 @@ class Clock:
         return joined
 
     def _give_times(self, joined: _Joined, come: list[tuple[int, int, float]]) -> None:
+        # collectives on links have a type as their kind, collective passes a name
         on_link = isinstance(joined[0][0], type)
         start = max(max(at, self._link_free_s[rank]) if on_link else at for rank, _, at in come)
         own_s = [self._costs.compute_s(self._plan.actions[rank][i], rank) for rank, i, _ in come]
@@ -341,17 +352,18 @@ class Clock:
         self._settled_s[joined] = stop
 
     def _entered_s(self, rank: int, at: int, action: Action) -> float:
-        """Return the start of the first pass through a stage such that it never waits for a layer
-        once it runs; the Unshard at index `at` of the rank's list gathers the layers."""
+        """Return the earliest start of `action`, the first pass through a stage, so that it never
+        waits for a layer once it runs. The Unshard at index `at` gathers the layers."""
         unshard, num_layers = self._plan.actions[rank][at], self._plan.stages[action.stage]
         assert isinstance(unshard, Unshard)
         stop_s = self._stop_s[rank][at] - self._costs.head_s(unshard, rank)
         layers_s = stop_s - self._start_s[rank][at] - self._costs.blocking_s(unshard, rank)
+        # slow gathering ends when the last layer begins; if it is fast, only the first layer waits
         before_last = 1 - 1 / num_layers
         return stop_s - before_last * min(layers_s, self._costs.compute_s(action, rank))
 
     def _end(self, joined: _Joined) -> Generator[object, None, float]:
-        """Wait until a collective has its times; return its stop."""
+        """Wait until the times of a collective are known; return the time at which it ends."""
         while joined not in self._settled_s:
             yield joined
         return self._settled_s[joined]
@@ -359,8 +371,8 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class RankSeconds:
-    """The seconds of one rank by activity; they add up to the step's. Concurrent activities count
-    once, for the first of their fields."""
+    """The seconds that one rank spends in each activity, which add up to the seconds of the step.
+    If activities are concurrent, their time counts only for the one whose field comes first."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -388,7 +400,7 @@ _FIELDS: dict[type[Action], str] = {
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Figures of one step over all its ranks."""
+    """Figures of one simulated or measured step over all its ranks."""
 
     duration_s: float
     ranks: tuple[RankSeconds, ...]
@@ -416,7 +428,8 @@ class SimulatedStep:
         return max(0.0, 1 - busy_s / total_s) if total_s else 0.0  # sums of parts may round up
 
     def shares(self) -> dict[str, float]:
-        """Return shares of all ranks' time, keyed by RankSeconds fields without `_s`; sum 1."""
+        """Return the share of each activity in all ranks' time, keyed by the fields of RankSeconds
+        without `_s`; the shares add up to 1."""
         total_s = self.duration_s * len(self.ranks)
         names = RankSeconds.__dataclass_fields__
         sums = {name: sum(getattr(rank, name) for rank in self.ranks) for name in names}
@@ -455,13 +468,14 @@ def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> SimulatedStep:
 def _measure_rank(
     records: Sequence[Record], duration_s: float, late: frozenset[tuple[int, int]]
 ) -> RankSeconds:
-    """Return a rank's seconds. Where records overlap, the time counts for the first of their
-    fields."""
+    """Return a rank's seconds by activity. Where records overlap, time counts for the field that
+    comes first in RankSeconds. `late`: cells whose Forward computes nothing."""
     changes: list[tuple[float, int, str]] = []
     for record in records:
         if name := _field(record, late):
             changes += [(record.start_s, 1, name), (record.stop_s, -1, name)]
     seconds = dict.fromkeys(RankSeconds.__dataclass_fields__, 0.0)
+    # waiting always runs, as the last field: it counts the time that no other field takes
     running = dict.fromkeys(seconds, 0) | {"waiting_s": 1}
     now = 0.0
     for time, change, name in [*sorted(changes), (duration_s, 0, "waiting_s")]:
@@ -472,11 +486,12 @@ def _measure_rank(
 
 
 def _field(record: Record, late: frozenset[tuple[int, int]]) -> str | None:
-    """Return the field of RankSeconds that a record counts for."""
+    """Return the field of RankSeconds that a record counts for; None if it counts for none."""
     action = record.action
     if record.lane == "copy":
         return "copies_s"
     if isinstance(action, (Forward, Recompute)):
+        # a late cell's Recompute takes the role of its Forward, which computes nothing
         is_first = isinstance(action, Forward) != ((action.chunk, action.stage) in late)
         return "forward_s" if is_first else "recompute_s"
     return _FIELDS.get(type(action))

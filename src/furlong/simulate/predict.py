@@ -16,7 +16,7 @@ from furlong.simulate.clock import time_actions
 
 
 class Needs(NamedTuple):
-    """Peak bytes in use, by memory."""
+    """Peak bytes in use in each memory."""
 
     device_bytes: int
     cpu_bytes: int = 0
@@ -39,25 +39,25 @@ def predict(model: CostModel, plan: ChunkPlan) -> Prediction:
 
 
 def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
-    """Return `predict` with the seconds of the optimizer's step added."""
+    """Return the result of `predict`, with the seconds of the optimizer's step added."""
     predicted = predict(model, plan)
     return predicted._replace(step_s=predicted.step_s + update_s(model, plan))
 
 
 def most_of(needs: Iterable[Needs]) -> Needs:
-    """Return the maximum of each field."""
+    """Return the most bytes of each memory over all `needs`."""
     return Needs(*map(max, zip(*needs, strict=True)))
 
 
 def needs_of(curve: MemoryCurve) -> Needs:
-    """Return the peak of each memory."""
+    """Return the peak bytes of each memory in a memory curve."""
     return Needs(curve.peak_bytes, curve.peak_cpu_bytes, curve.peak_disk_bytes)
 
 
 def step_s(model: CostModel, plan: ChunkPlan, *, times: float = 1.0) -> float:
-    """Return the seconds of a plan's step, or of one with `times` (at least 1) as much work. The
-    additional work only adds computing time of the busiest rank: weights are gathered, pipelines
-    filled and gradients reduced once per step."""
+    """Return the seconds of a plan's step, or of a step with `times` (at least 1) as much work. The
+    additional work only adds computing time of the busiest rank, since weights are gathered,
+    pipelines filled and gradients reduced once per step."""
     costs = model.costs(plan)
     copies = None if plan.offload == ON_DEVICE else costs
     clock = time_actions(plan, costs, copies=copies)
