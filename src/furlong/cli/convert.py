@@ -65,8 +65,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def run_file(made: Conversion) -> str:
-    """Return the text of the run file. Comments name all keys of the recipe: a key that was taken
-    above the values that it sets, all others at the end."""
+    """Return the text of the run file. Comments name all keys of the recipe: those that set values
+    of the run file, above these values; all other keys, at the end."""
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import CommentedMap
 
@@ -104,7 +104,7 @@ def run_file(made: Conversion) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as YAML will write it: a string of several lines as a literal block."""
+    """Return the value for the YAML writer: strings of several lines become literal blocks."""
     from ruamel.yaml.scalarstring import LiteralScalarString
 
     return LiteralScalarString(value) if isinstance(value, str) and "\n" in value else value

@@ -56,8 +56,8 @@ def command() -> NoReturn:
 
 
 def _leave(ended: list[int]) -> None:
-    """End the process at once with the code in `ended`, if `main` has returned. Under coverage do
-    not, since its exit handler writes the data later."""
+    """End the process at once with the code in `ended`, if `main` has returned. Under coverage, do
+    nothing: coverage's exit handler must still write its data."""
     if ended and "coverage" not in sys.modules:
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller
             stream.flush()

@@ -109,7 +109,7 @@ def speaker_only(speaks: bool) -> Iterator[None]:
 
 
 def check_output(path: Path, flag: str, endings: Sequence[str], *keys: str) -> None:
-    """Raise ConfigError if `path` has no suffix of `endings`, or if `check_replaced` does."""
+    """Raise ConfigError if `path` has no suffix of `endings`, or if `check_replaced` raises it."""
     if path.suffix.lower() not in endings:
         required = f"a name that ends in {' or '.join(endings)}"
         raise refusal(f"{flag} {path}", required, "give the file another ending")
@@ -127,8 +127,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_replaced(path: Path, flag: str, *keys: str) -> None:
-    """Raise ConfigError unless the new file may replace the one at `path`, if any: an empty file,
-    JSON with all `keys` or, without `keys`, an image of this suffix."""
+    """Raise ConfigError if a file at `path` must not be replaced. A file may be replaced if it is
+    empty, JSON with all `keys` or, without `keys`, an image of this suffix."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError:  # reported when the file is written

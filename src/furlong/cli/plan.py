@@ -366,7 +366,8 @@ def _longest(
     question: PlanQuestion, answer: Answer, report: PlanReport
 ) -> tuple[str, dict[str, Any]]:
     """Return, in words and as JSON values, whether the data's longest sequence fits, and how long a
-    sequence may be. It does not fit if the plan of the batch exceeds a memory budget."""
+    sequence may be. If the plan of the batch exceeds a memory budget, the longest sequence counts
+    as too long."""
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
     positions = question.asked.model.shape.num_positions
     is_beyond = positions is not None and positions < own

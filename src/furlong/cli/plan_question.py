@@ -1,4 +1,4 @@
-"""What `furlong plan` is asked: a batch, a model on devices, and the given options."""
+"""The question for `furlong plan`: a batch, a model on devices, and the given options."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-    """What a command line asks of `furlong plan`, and words for it."""
+    """The question of a command line of `furlong plan`, with a description in words."""
 
     config: RunConfig
     is_run: bool
@@ -165,7 +165,7 @@ def _kinds(model: CostModel) -> str:
 
 
 def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuestion:
-    """Return what a command line asks. `batch`: used instead of its batch. Raises ConfigError."""
+    """Return the question of the flags. `batch`: replaces the flags' batch. Raises ConfigError."""
     config, own = run_of(flags), flags.own
     is_run = own.subject is not None or "--data.train" in flags.names
     if own.hardware is None and not is_run:
@@ -340,7 +340,7 @@ def _draw(
 
 
 def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
-    """Return a batch of `count` lengths of a preset, with its longest. Raises ConfigError."""
+    """Return `count` lengths of a preset, its longest included, as a batch. Raises ConfigError."""
     from furlong.cost.lengths import draw_with_longest
 
     _check_at_most(MAX_BATCH, count, _IN_ONE_STEP, name)
@@ -353,7 +353,8 @@ def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
 def _with_longest(
     longest: int, drawn: Sequence[int], lengths: Lengths, words: str, seed: int
 ) -> PlannedBatch:
-    """Return a batch of the longest sequence and the drawn ones. `words`: the source of both."""
+    """Return a batch of the longest sequence and the drawn ones. `words`: source of all
+    sequences."""
     others = f", and {len(drawn):,} others drawn with seed {seed}" if drawn else ""
     source = f"the longest of {words}{others}"
     return PlannedBatch((longest, *drawn), source, lengths, longest)
@@ -362,7 +363,7 @@ def _with_longest(
 def _counted(flags: RunFlags, config: RunConfig) -> tuple[str, Lengths]:
     """Return the name and the lengths of a run's data, from the file NAME.lengths.json beside the
     run file. If the file is missing or old, count the lengths (this loads torch and the tokenizer)
-    and write the file. If flags change the data, count without it."""
+    and write the file. If flags change the data, count the lengths and leave the file alone."""
     file, is_cut = flags.own.subject, config.data.too_long != "error" or config.data.join
     changed = {flag for flag in flags.names if flag.startswith("--data")} - _NOT_OF_LENGTHS
     changed |= flags.names & {"--train.loss"}

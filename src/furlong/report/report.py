@@ -67,7 +67,7 @@ class PlanReport:
 
     @cached_property
     def weights(self) -> RankWeights:
-        """The weights of the rank that holds the most bytes of them."""
+        """The weights of the rank that holds the most bytes of weights."""
         plan, training = self.plan, self.model.training
         found = (
             training.weights(
@@ -123,7 +123,7 @@ class PlanReport:
 
     @property
     def missing(self) -> str:
-        """What the available processes lack to run the plan, in words; empty if nothing."""
+        """In words, all that the available processes lack to run the plan; empty if nothing."""
         needed = len(self.plan.actions) * self.plan.sp_size
         parts = self.lacks
         if self.plan.regathers and not self.plan.replicated:
@@ -289,7 +289,8 @@ def _break_down(
 
 def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
     """Return the share of time that processes of a pool (a sequence-parallel group) wait for its
-    slowest process: 1 - mean / max of their seconds, summed over all parts of all passes.
+    slowest process: 1 - mean / max of their seconds, both summed over each kind of work in each
+    pass.
 
     Gathers of weights are left out, since they take all processes of a pool equally long.
     """

@@ -229,7 +229,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankScene:
-    """What a picture shows of one rank: bars, and memory over time."""
+    """The picture of one rank: bars, and memory over time."""
 
     rank: int
     name: str

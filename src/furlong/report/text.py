@@ -314,8 +314,8 @@ def format_figures(figures: SimulatedStep) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[str]:
-    """Return the rows as lines with aligned columns, two spaces apart. Columns are aligned right,
-    but left if `left` has their head."""
+    """Return the rows as lines with aligned columns, two spaces apart. Columns whose head is in
+    `left` are aligned left, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -44,7 +44,7 @@ Seconds = Callable[[ChunkPlan], float]
 
 
 class Wanted(NamedTuple):
-    """What the plan of a batch depends on: the key under which the plan is requested."""
+    """Key by which the plan of a batch is requested: all values that the plan depends on."""
 
     seq_lens: tuple[int, ...]
     options: ChunkOptions
@@ -52,12 +52,12 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, batch: TrainBatch, options: ChunkOptions, *, backward: bool = True) -> Wanted:
-        """Return the key of a batch. It leaves out sampling: chunks are drawn after planning."""
+        """Return a batch's key. Its options have no `sample`: chunks are sampled after planning."""
         return cls(batch.seq_lens, replace(options, sample=None), backward)
 
 
 class Planned(NamedTuple):
-    """The plan of a batch, and how it was made."""
+    """The plan of a batch, the names of its planners, and its predicted time."""
 
     method: str
     """Names of the replicas' planners; see `planners.search`."""
@@ -71,9 +71,9 @@ class BatchPlanner:
     """Plans a global batch: divides its sequences among the replicas and plans each replica's part.
 
     A replica is one device, a sequence-parallel group that divides each chunk, or a pipeline in
-    state-aware 1F1B. If a plan of the `alternatives` (other planners) is predicted to be faster,
-    the replica uses it instead. If there are fewer sequences than replicas, some replicas run a
-    dummy chunk.
+    state-aware 1F1B. If one of the `alternatives` (other planners) makes a plan with a shorter
+    predicted time, the replica runs that plan. If there are fewer sequences than replicas, some
+    replicas run a dummy chunk.
     """
 
     layout: Layout
@@ -86,12 +86,12 @@ class BatchPlanner:
     seconds: Seconds = lambda plan: 0.0
 
     def plan(self, wanted: Wanted) -> Planned:
-        """Return the checked plan of a batch on all replicas."""
+        """Plan the sequences of all replicas. Return the checked plan of the batch."""
         num_replicas = len(self._dealt(wanted))
         return self.joined(wanted, [self.own(wanted, replica) for replica in range(num_replicas)])
 
     def own(self, wanted: Wanted, replica: int) -> Planned:
-        """Return the plan of one replica's sequences, which the plan numbers from 0."""
+        """Return the plan of one replica's sequences, which are numbered from 0 in the plan."""
         options = wanted.options
         seq_lens = [wanted.seq_lens[seq_id] for seq_id in self._dealt(wanted)[replica]]
         is_cut = self.layout.pp > 1 or options.order == "layer-first"
@@ -127,7 +127,7 @@ class SharedPlans:
     the plans in the same order."""
 
     def __init__(self, processes: Processes, replica: int | None, planner: BatchPlanner) -> None:
-        """`replica`: the replica whose sequences this process plans; None: none. A collective."""
+        """`replica`: the replica whose sequences this process plans, or None. A collective."""
         self._processes, self._replica, self._planner = processes.apart(), replica, planner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
         self._coming: dict[Wanted, Future[Planned]] = {}
@@ -153,7 +153,7 @@ class SharedPlans:
             self.waited_s = time.perf_counter() - started_s
 
     def drop(self, wanted: Wanted) -> None:
-        """Forget the plan of a batch, since `get` will not be called for it."""
+        """Forget the plan of a batch, if `get` has not returned the plan already."""
         self._coming.pop(wanted, None)
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class BatchEngine:
     ) -> None:
         """
         Args:
-            work: Quantity to balance over replicas; default: tokens.
+            work: Maps sequence lengths to the quantity to balance over replicas; default: tokens.
             stages: Number of layers of each pipeline stage.
             alternatives: Other planners that a replica may use if they are faster.
             seconds: Predicts the time of a replica's plan, for timeouts.
@@ -248,11 +248,11 @@ class BatchEngine:
         weights: Sequence[float] | None = None,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Compute the gradients of the batch's mean loss or, without `backward`, only its losses.
+        """Return a batch's losses and, with `backward`, compute the gradients of the mean loss.
 
         The result covers the whole batch on all processes. If a process fails, all others raise
-        ElsewhereError or, inside the step, LinkError. `weights` (on several processes), `watch`:
-        see `Engine.run`.
+        ElsewhereError or, inside the step, LinkError. `weights`, `watch`: see `Engine.run`. Without
+        `Ranks`, `weights` are ignored.
         """
         if self._plans is None:
             divisor = batch.num_valid_tokens if backward else None
@@ -304,8 +304,8 @@ def drawn_share(plan: ChunkPlan | None) -> float | None:
 
 
 def with_drawn_chunks(plan: ChunkPlan, batch: TrainBatch, options: ChunkOptions) -> ChunkPlan:
-    """Return the plan with backwards only of the chunks that `options` draw; without sampling, the
-    plan itself. Equal on all processes, as it depends on the whole batch's labels."""
+    """Return the plan with a backward only for sampled chunks (see `options`); without sampling,
+    the plan itself. All processes sample the same chunks, as all use the whole batch's labels."""
     if options.sampling is None:
         return plan
     return sampled(plan, options.sampling, _labelled(plan, batch))

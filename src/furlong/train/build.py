@@ -50,8 +50,8 @@ from furlong.units import format_bytes, format_count
 
 
 def device_of(launch: Launch) -> torch.device:
-    """Return this process's GPU, or the CPU if the machine has no GPU. Raises ConfigError if it has
-    fewer GPUs than processes."""
+    """Return this process's GPU, or the CPU if the machine has no GPU. Raises ConfigError if the
+    machine has fewer GPUs than processes."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = gpu_of(launch.local_number, launch.num_local)
@@ -144,8 +144,8 @@ def placed(
     config: RunConfig, model: Any, device: torch.device, divide: Callable[[Any], None] | None
 ) -> Any:
     """Return the model on the device, with its kernels (see `with_kernels`) and, if `divide` is
-    given, sharded. FSDP modules are sharded one by one, so that only one is whole on the device,
-    unless kernels must be compared on the whole model."""
+    given, sharded. FSDP modules are sharded one by one, so that only one module is whole on the
+    device. But if kernels must be compared, the whole model is on the device first."""
     is_compared = config.model.kernels in _COMPARED
     if divide is None or is_compared:
         model = with_kernels(config, model.to(device), device)
@@ -221,8 +221,8 @@ def load_splits(
 
 
 def shared_blocks(config: RunConfig, processes: Processes) -> Callable[[], SharedBlocks] | None:
-    """Return a function that opens the folder through which the processes of a machine share a data
-    stream's blocks, read by one of them. None if each process reads for itself. A collective."""
+    """Return a function that opens the folder of a data stream's blocks. One process of a machine
+    reads the blocks for all others. Return None if each process reads for itself. A collective."""
     if not config.data.streaming or processes.num_processes == 1:
         return None
     reader, name = processes.from_first_of_machine((os.getpid(), uuid4().hex))

@@ -76,8 +76,8 @@ _MAX_FILE_BYTES = 2**28
 
 
 def written_by(device: torch.device, num_processes: int) -> dict[str, Any]:
-    """Return versions, number of threads, device and number of processes. They affect the last bits
-    of a run's results, and a resume may change them."""
+    """Return package versions, number of threads, device and number of processes. These values
+    affect the last bits of a run's results. A resume may change the values."""
     return versions() | {
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -127,7 +127,7 @@ _SUMS = "sums-"
 
 
 def fingerprint_of(text: str, like: str | None) -> str:
-    """Return a hash of the text in the version of the fingerprint `like` (None: the newest one)."""
+    """Return a hash of the text, of the same version as the hash `like` (None: the newest)."""
     return _SUMS * (not _is_older(like)) + xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -142,7 +142,8 @@ def checksums(
     scales. A collective.
 
     `like`: A fingerprint to compare with; the checksums are of the same version. The old version
-    hashes the bytes of whole weights. Runs resumed from a checkpoint of that version keep it.
+    hashes the bytes of whole weights. A run resumed from a checkpoint with the old version keeps
+    the old version.
     """
     own = dict.fromkeys(weights, "")
     if _is_older(like):
@@ -180,8 +181,9 @@ _WEIGHTS = {
 
 
 def check_weights(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> None:
-    """Raise CheckpointError if weights have changed that the checkpoint depends on without
-    containing them. `now`: their current checksums, by key of the checkpoint's `state`."""
+    """Raise CheckpointError if the frozen weights or the reference model have changed. The
+    checkpoint has only checksums of these weights. `now`: current checksums, by key of the
+    checkpoint's `state`."""
     if key := next((key for key in now if checkpoint.state[key] != now[key]), None):
         name = checkpoint.state["config"]["model"]["name"]
         raise checkpoint.refusal(
@@ -274,8 +276,8 @@ class Checkpoints:
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], best_step: int = 0
     ) -> None:
-        """Write `folder/step-XXXXXXXX`, or start to write it in the background. Existing
-        checkpoints of this and later steps, left if the run has gone back, are removed.
+        """Write `folder/step-XXXXXXXX`, or start to write it in the background. Checkpoints of this
+        and later steps exist if the run has returned to an earlier step; they are removed.
 
         Args:
             step: The number of finished steps.
@@ -296,8 +298,7 @@ class Checkpoints:
             self._coming = self._thread.submit(self._write, step, staged, state, best_step)
 
     def finish(self) -> None:
-        """Wait until the checkpoint being written is complete. Raises CheckpointError if it
-        fails."""
+        """Wait until the current checkpoint is written. Raises CheckpointError if writing fails."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
             self._processes.together(coming.result)
@@ -412,8 +413,8 @@ def _write_tensors(
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as safetensors requires: contiguous and without shared memory, such as the
-    quantization tables that bitsandbytes shares among 8-bit states."""
+    """Return tensors as safetensors requires: contiguous, and no two in the same memory. (All 8-bit
+    states of bitsandbytes use the same quantization tables.)"""
     found, seen = {}, set[int]()
     for name, tensor in tensors.items():
         own = tensor.contiguous()

@@ -1,4 +1,4 @@
-"""Evaluation: mean losses of data sets, overall and by position, by the engine that trains."""
+"""Evaluation: mean losses of data sets, overall and by position, with the training engine."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def draw_share(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Units]:
     """Return a random share of the sequences, in data order, and their units: (start, stop) of
-    sequences drawn together, such as pairs. There is at least one. Equal seeds draw equal
+    sequences drawn together, such as pairs. At least one unit is drawn. Equal seeds draw equal
     shares."""
     num_chosen = max(1, round(share * len(data.units)))
     chosen = np.sort(np.random.default_rng(seed).permutation(len(data.units))[:num_chosen])
@@ -135,7 +135,7 @@ def draw_share(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], 
 
 def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tensor) -> None:
     """Add a sequence's token losses to `sums` and `counts`, at index floor(log2(p)) for position p;
-    positions below 64 share one index. `losses`: (T,), where losses[t] is that of the token at
+    positions below 64 share one index. `losses`: (T,), where losses[t] is the loss of the token at
     position t + 1. `labels`: (T,), unshifted."""
     positions = torch.nonzero(labels[1:] != IGNORE_INDEX).flatten() + 1
     # frexp is exact: p = m * 2**e with m in [0.5, 1).

@@ -1,7 +1,7 @@
 """Kernels of other libraries for the element-wise modules of a run's model: `model.kernels`.
 
-The start-up check uses these kernels both in chunks and in the whole model, so it cannot show their
-errors. Here they are compared with the original modules.
+The start-up check compares chunks with the whole model. Both use these kernels, so it cannot show
+errors of the kernels. Here the kernels are compared with the original modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def put_kernels(adapter: HFDecoder, kernels: Literal["liger", "hub"], dtype: tor
     the compute device, and `dtype` is the compute dtype.
 
     Raises ConfigError if the library is missing, fails, does not support the model, or computes
-    other values. Also for a pipeline stage, which has no whole model to compare.
+    other values. Also raises it in a pipeline, where no process has the whole model to compare.
     """
     if adapter.local_layers != range(adapter.num_layers):
         raise _refusal(kernels, "in a pipeline, whose stages hold no whole model to compare")
@@ -101,8 +101,8 @@ def _outcome(model: HFDecoder) -> Run:
 
 @contextmanager
 def _rounded_again(model: HFDecoder) -> Iterator[None]:
-    """Context manager: to show what rounding alone changes, perturb outputs of attention modules
-    and their submodules by at most half a unit in the last place."""
+    """Context manager: perturb outputs of attention modules and their submodules by at most half a
+    unit in the last place, to show what rounding alone changes."""
     generator = torch.Generator(device=model.device).manual_seed(0)
 
     def move(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -134,9 +134,9 @@ class MetricsLog:
         trackers: Sequence[Track] = (),
         advance: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`file`: metrics.jsonl, or None to write no records. `keep_bytes`: the length of the file
-        when the checkpoint of step `done`, from which the run resumes, was written: records after
-        it are removed; None: keep all. `advance` is called with each finished step."""
+        """`file`: metrics.jsonl, or None to write no records. `done`: step of the checkpoint from
+        which the run resumes. `keep_bytes`: length of the file at that step; later records are
+        removed. None: all records are kept. `advance` is called with each finished step."""
         self._file = None
         self._keep_bytes = keep_bytes or 0
         if file is not None:
@@ -259,8 +259,8 @@ class MetricsLog:
 
 
 class Callback:
-    """Base class of callbacks. On every process the trainer calls the method of each event.
-    `trainer`: the `furlong.Trainer`, typed as Any since its module imports this one."""
+    """Base class of callbacks. The trainer calls the method of each event, on every process.
+    `trainer`: the `furlong.Trainer`, typed as Any since `train.trainer` imports this module."""
 
     def on_step_end(self, trainer: Any, figures: StepFigures) -> None:
         """Called after the update; `.grad` still has the step's clipped gradients."""
@@ -289,8 +289,8 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 class Records(Callback):
     """Callback that reports each step, and the prediction for the first step. It writes the
-    measured timelines of the first step, the last step and steps with a checkpoint to one file,
-    each over the one before. `profiled`: called after each step."""
+    measured timelines of the first step, the last step and steps with a checkpoint. They go to one
+    file, in which each timeline replaces the previous one. `profiled`: called after each step."""
 
     def __init__(self, profiled: Callable[[], None]) -> None:
         self._profiled = profiled
@@ -346,8 +346,8 @@ def _continue(file: Path, keep_bytes: int, done: int) -> str:
 
 
 def _metrics_words(metrics: Mapping[str, float]) -> str:
-    """Return a loss's metrics as a part of a printed line. Of preference pairs, it has only the
-    reward margin and accuracy."""
+    """Return a loss's metrics as a part of a printed line; for preference pairs, only the reward
+    margin and accuracy."""
     if "rewards/margins" in metrics:
         margin, accuracy = metrics["rewards/margins"], metrics["rewards/accuracies"]
         return f"  margin {margin:.4f}  accuracy {accuracy:.0%}"

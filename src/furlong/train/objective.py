@@ -53,8 +53,8 @@ class Objective:
     """Number of first sequences of a unit that are trained on; the others are only evaluated."""
 
     def in_two_phases(self, num_processes: int) -> bool:
-        """Whether a step calls the engine once for each of its loss terms, and computes the loss
-        between the call's forward and backward."""
+        """Whether a step makes one engine call per loss term, in two phases: all forwards, then,
+        once the loss is computed, all backwards."""
         return False
 
     def check(self, config: RunConfig, num_processes: int) -> None:
@@ -74,8 +74,9 @@ class Objective:
         return engine.compute(batch, options, backward=backward, watch=watch)
 
     def calls(self, data: DataSet | StreamSet, size: int | str) -> tuple[Call, ...]:
-        """Return engine calls, typical and largest ones of the run, by which its options are
-        chosen; () if a step is one plan (see `in_two_phases`). `size`: `chunks.size`."""
+        """Return typical and the largest engine calls of the run; its options are chosen by these
+        calls. Return () for a loss that is never computed `in_two_phases`. `size`:
+        `chunks.size`."""
         return ()
 
     def num_terms(self, batch: TrainBatch) -> int:
@@ -118,8 +119,8 @@ class AnswerLoss(Objective):
     A single process computes the loss of each unit between the unit's forward and backward. So only
     the kept tensors of two sequences are in memory at a time, whatever the batch size. Several
     processes first evaluate the whole batch in any layout, and each computes all losses. A second
-    step then computes the gradients. In it, each sequence's log-probability is weighted by the
-    derivative of the loss with respect to it. That costs one more forward.
+    step computes the gradients: it weights each sequence's log-probability by the derivative of the
+    loss. The second step costs one more forward.
     """
 
     name: ClassVar[str]
@@ -210,8 +211,8 @@ class AnswerLoss(Objective):
         return [one for n, one in enumerate(of_sequences) if n % self.unit_size >= self.num_learnt]
 
     def _units(self, of_sequences: Sequence[_T]) -> list[Sequence[_T]]:
-        """Return the values of each unit (loss term), only those of its trained sequences.
-        `of_sequences`: a value for each sequence of the batch."""
+        """Return `of_sequences`, a value for each sequence of the batch, as a list per unit (loss
+        term). Values of sequences that are not trained on are left out."""
         starts = range(0, len(of_sequences), self.unit_size)
         return [of_sequences[start : start + self.num_learnt] for start in starts]
 
@@ -278,8 +279,8 @@ class PairLoss(AnswerLoss):
         ipo                 squared, log-ratios per token; beta is tau (Azar et al., 2023, eq. 17)
         apo_zero, apo_down  anchored (D'Oosterlinck et al., 2024, equations 7 and 8)
 
-    `sft_weight`: factor of the mean cross-entropy over all chosen tokens of the batch, which is
-    added.
+    The mean cross-entropy over all chosen tokens of the batch, times `sft_weight`, is added to the
+    loss.
     """
 
     loss_type: str = "sigmoid"
@@ -431,8 +432,8 @@ def diverged(
     batch: TrainBatch, step: int, figures: str, most: float | None, kept: str
 ) -> DivergenceError:
     """Return the error of a step whose loss is above `most` or, if `most` is None, whose loss or
-    gradient norm is not finite. `figures`: both in words. `kept`: words on the newest
-    checkpoint."""
+    gradient norm is not finite. `figures`: loss and norm, in words. `kept`: the newest checkpoint,
+    in words."""
     names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     required, mend = "finite figures", ""

@@ -69,9 +69,9 @@ def _is_for_gpu(x: Tensor) -> bool:
 def _groups(
     model: nn.Module, settings: TrainConfig, processes: Processes
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the parameter groups for AdamW, and those for Muon: one for each learning rate and
-    weight decay, the run's defaults first. Parameters of one axis (norms, biases) decay only if a
-    group of `train.groups` says so."""
+    """Return the parameter groups for AdamW, and those for Muon. Each group has another learning
+    rate or weight decay; groups with the run's defaults are first. Parameters of one axis (norms,
+    biases) decay only if a group of `train.groups` says so."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     everywhere = {name for names in processes.each(list(named)) for name in names}
     for group in settings.groups:
@@ -142,7 +142,7 @@ class BF16AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update one parameter after the other: only one parameter's moments are wide at a time."""
+        """Update one parameter at a time: only its moments are converted from bfloat16."""
         updated = [
             (group, name, parameter)
             for number, group in enumerate(self.param_groups)
@@ -188,7 +188,7 @@ def _part_of(parameter: Tensor) -> list[int]:
 
 
 def _rounded(x: Tensor, draws: torch.Generator) -> Tensor:
-    """Round stochastically to float32 values that bfloat16 can represent, with mean x."""
+    """Return x, stochastically rounded to bfloat16 values, as float32: the mean result is x."""
     noise = torch.randint(
         2**16, x.shape, dtype=torch.int32, device=x.device, generator=draws
     )  # in the 16 bits that bfloat16 lacks

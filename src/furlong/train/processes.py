@@ -73,8 +73,8 @@ class Launch:
 
 
 def command_like(launch: Launch, arguments: str) -> str:
-    """Return the command line that runs `furlong` with these arguments on as many processes. It
-    must be entered on each machine."""
+    """Return the command line that runs `furlong` with these arguments on the launch's number of
+    processes. It must be entered on each machine."""
     if launch.num_processes == 1:
         return f"furlong {arguments}"
     num_machines = -(-launch.num_processes // launch.num_local)
@@ -83,7 +83,7 @@ def command_like(launch: Launch, arguments: str) -> str:
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Read the launch from torchrun's environment variables; without them it is a single process.
+    """Read the launch from torchrun's environment variables. Without them, return a single process.
 
     Raises ConfigError if variables are missing, or if another launcher started several processes,
     as each would train by itself.
@@ -334,7 +334,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def _backends() -> str:
-    """Return the backends of the process group; with GPUs also gloo, for CPU tensors."""
+    """Return the backends of the process group: gloo for the CPU and, with GPUs, nccl for GPUs."""
     import torch
 
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

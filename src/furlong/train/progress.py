@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Newest and best evaluations on held-out data, without the one before the first step."""
+    """Newest and best evaluations on held-out data, except the evaluation before the first step."""
 
     step: int = 0
     """Step of the newest evaluation."""
@@ -43,7 +43,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A run's progress: its whole state, together with weights, optimizer and generators."""
+    """A run's progress. With weights, optimizer and generators it is the run's whole state."""
 
     step: int = 0
     data: LoaderState = field(default_factory=LoaderState)
@@ -104,8 +104,8 @@ class Cadence:
     @classmethod
     def of(cls, settings: TrainConfig, num_steps: int, steps_per_epoch: int) -> Cadence:
         """Return the cadence of a run's settings. With `saves_per_epoch` or `evals_per_epoch`, the
-        interval is a fraction of steps: a checkpoint or evaluation is due at the first step that
-        reaches a multiple of it."""
+        interval may be 2.5 steps, for example. A checkpoint or evaluation is due at the first step
+        that reaches a multiple of the interval."""
 
         def every(steps: int | None, per_epoch: float | None) -> Fraction:
             if per_epoch is None:
@@ -153,7 +153,7 @@ def progress_of(
     """Return the progress in `values`, a trainer's state dict.
 
     Raises CheckpointError unless `values` has the keys, tensor shapes and dtypes of `own`, the
-    state dict of this trainer, and a valid position in the data. The batch must be below
+    state dict of this trainer, and a valid position in the data. The batch number must be below
     `num_batches(epoch)`. For a stream, there must be a position in each source or, before the first
     batch, in none.
     """

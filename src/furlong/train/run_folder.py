@@ -90,8 +90,8 @@ class Checkpoint:
     """The contents of state.json."""
 
     def refusal(self, given: str, required: str, change: str, *, also: str = "") -> CheckpointError:
-        """Return an error about what does not match this checkpoint. `given`, `required` and
-        `change` (how to mend it) are parts of the message; `also`: a source to name before its
+        """Return the error that something does not match this checkpoint. `given`, `required` and
+        `change` (how to mend it) are parts of the message; `also`: source to name before the
         path."""
         source = f"{also}{self.path}"
         return CheckpointError(given=given, required=required, source=source, change=change)
@@ -161,7 +161,7 @@ def open_run_folder(
 
 
 def _read_run(values: Mapping[str, Any], source: Path) -> RunConfig:
-    """Return the config of a saved run. Keys that are newer than the run get their old default."""
+    """Return the config of a saved run. Keys of `_BEFORE` that it lacks get their old default."""
     values = {name: dict(of) if isinstance(of, Mapping) else of for name, of in values.items()}
     for key, before in _BEFORE.items():
         section, name = key.split(".")
@@ -181,7 +181,8 @@ def _with_own(config: RunConfig, saved: RunConfig) -> RunConfig:
 
 
 def _finished(path: Path) -> TrainReport | None:
-    """Return the report of a run with a complete exported model; None if there is more to do.
+    """Return the report of a run with a complete exported model; None if the run must still train
+    or export.
 
     Raises CheckpointError if the model is missing and there is no checkpoint to export.
     """
@@ -251,7 +252,7 @@ def _comparable(config: RunConfig, may_move: bool) -> dict[str, Any]:
 
 
 def _place(name: str) -> str:
-    """Return the real path of an existing file or folder; else the name, such as one of the Hub."""
+    """Return the real path of an existing file or folder; else the name, such as a Hub name."""
     path = os.path.expanduser(name)
     return os.path.realpath(path) if os.path.exists(path) else name
 
@@ -265,8 +266,8 @@ def _is_free(key: str, config: RunConfig) -> bool:
 
 
 def clear_leftovers(path: Path, newest: Checkpoint | None) -> None:
-    """Remove unfinished files of a killed process, and rename checkpoints newer than the one to
-    resume from, which are damaged, to `.damaged`."""
+    """Remove unfinished files of a killed process. Checkpoints newer than `newest`, from which the
+    run resumes, are damaged: rename them to `.damaged`."""
     checkpoints = path / CHECKPOINTS
     for leftover in (*path.glob(f".*{TEMPORARY}"), *checkpoints.glob(f"step-*{TEMPORARY}")):
         if leftover.is_dir():
@@ -341,7 +342,7 @@ def is_ours(path: Path) -> bool:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run has begun in `path`. A Hugging Face model's folder has a config.json too."""
+    """Whether a run has begun in `path`. A config.json is not enough: HF models have one, too."""
     return (path / CONFIG).exists() and any(
         (path / name).exists() for name in (OPTIONS, METRICS, CHECKPOINTS)
     )
@@ -386,8 +387,8 @@ def folder_errors_reported(folder: Path) -> AbstractContextManager[None]:
 
 
 def check_creatable(path: Path, key: str) -> None:
-    """Raise ConfigError if no folder can be created at `path` (the value of `key`), before any work
-    that would be lost."""
+    """Raise ConfigError if no folder can be created at `path` (the value of `key`). Call this
+    before work whose results would be lost."""
     try:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         reason = None if there.is_dir() else f"{there} is no folder"
@@ -409,8 +410,8 @@ def check_room(
 ) -> None:
     """Raise CheckpointError if the disk has no room for the checkpoints and export of a run.
 
-    While a checkpoint is written, there is one more than are kept. At the end there is also the
-    exported model.
+    While a checkpoint is written, the disk has one checkpoint more than the run keeps. At the end,
+    the disk has the exported model, too.
 
     Args:
         weight_bytes: Bytes of the trained weights in a checkpoint.
@@ -451,7 +452,7 @@ def values_of(decision: Decision) -> dict[str, Any]:
 
 
 def decision_of(values: Mapping[str, Any]) -> Decision:
-    """Return the decision that `values_of` gave as `values`. Raises KeyError, TypeError or
+    """Return the decision from `values`, a result of `values_of`. Raises KeyError, TypeError or
     ConfigError for other values."""
     options = dict(values)
     layout, stages = Layout(**options.pop("layout")), tuple(options.pop("stages"))
@@ -524,7 +525,8 @@ def remove_old(folder: Path, num_kept: int, best_step: int = 0) -> None:
 
 
 def remove_from(folder: Path, step: int) -> None:
-    """Remove the checkpoints of `step` and later steps, which are left if a run has gone back."""
+    """Remove the checkpoints of `step` and later steps: they exist if a run has returned to an
+    earlier step."""
     _remove(one for one in list_checkpoints(folder) if step_of(one) >= step)
 
 

@@ -104,8 +104,8 @@ class RunModel:
         return _architecture_of(self.config)
 
     def even_stages(self, layout: Layout) -> tuple[int, ...]:
-        """Return the number of layers of each pipeline stage, as equal as possible, if the work of
-        layers is unknown; () without a pipeline.
+        """Return the number of layers of each pipeline stage, as equal as possible; () without a
+        pipeline. Used only if the work of layers is unknown.
 
         Raises ConfigError if there are fewer layers than stages.
         """
@@ -315,7 +315,7 @@ def _uncounted(
 
 
 def _are_all(given: Mapping[str, Any]) -> bool:
-    """Whether `given` has all options that its order of chunks needs."""
+    """Whether `given` has all options. Chunk-first plans need no `stage_layers`."""
     options = SEARCHED_OPTIONS if given.get("order") == "chunk-first" else OPTION_NAMES
     return all(name in given for name in options)
 
@@ -357,8 +357,9 @@ def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> Ba
 
 def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -> Storage:
     """Return the limits and the folder of offloaded tensors, for one of the `num_local` processes
-    of this machine. The default folder is the run's. Raises ConfigError if a budget or target does
-    not exist on a CPU, or if no file can be created in the folder."""
+    of this machine. The default folder is the run's. Raises ConfigError if `memory.cpu` or an
+    offload to CPU memory is given on a CPU device, if an offload target has a budget of 0, or if no
+    file can be created in the folder."""
     offload = config.offload
     cpu_bytes, disk_bytes = offload_budgets(
         offload, config.memory.cpu, config.memory.disk,

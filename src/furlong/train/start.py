@@ -79,8 +79,8 @@ def check_run(config: RunConfig, num_processes: int) -> None:
 
 
 def _whole_weights(config: RunConfig, num_processes: int) -> str:
-    """Return the start of a sentence that advises to set parallel.pp, so that no process shards the
-    weights of its stage; "" if weights are offloaded, which excludes pipelines."""
+    """Return the start of a sentence that advises to set parallel.pp: then each process has the
+    whole weights of its stage. "" if weights are offloaded: pipelines cannot offload them."""
     if offloads_weights(config.offload):
         return ""
     others = config.parallel.model_dump(exclude={"pp"})

@@ -576,8 +576,9 @@ class Trainer:
         processes.from_first(write)
 
     def _best_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint to export with `train.keep_best`; None to export the current
-        weights, since they are the best or that checkpoint is damaged."""
+        """Return the checkpoint to export with `train.keep_best`. Return None to export the current
+        weights: without `keep_best`, if these weights are the best, or if the best checkpoint is
+        damaged."""
         step = self.progress.held_out.best_step
         if not self.config.train.keep_best or step in (0, self.progress.step):
             return None
@@ -787,12 +788,13 @@ class Trainer:
     def _loss_of(
         self, batch: TrainBatch, result: StepResult, norm: float, drawn: RNGState
     ) -> float | None:
-        """Return the loss; None if it is estimated from sampled chunks and none of them has a label
-        (recognized by zero gradients, unlike any other NaN).
+        """Return the loss; None if it is estimated from sampled chunks and none of them has a
+        label. Then the loss is NaN, and the gradients are 0.
 
         Raises DivergenceError on all processes, after the gradients are freed, if the loss or the
-        norm is not finite, or if the loss is above `train.max_loss`. In the latter case, random
-        generators are first reset to `drawn`, and the previous step is saved (see `_finish_saves`).
+        norm is not finite, or if the loss is above `train.max_loss`. If the loss is finite but too
+        high, random generators are first reset to `drawn`, and the previous step is saved (see
+        `_finish_saves`).
         """
         is_estimated = result.plan is not None and not result.plan.report_loss
         if is_estimated and norm == 0 and math.isnan(result.loss):
