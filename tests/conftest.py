@@ -49,17 +49,19 @@ def pytest_collection_modifyitems(items):
 
 
 def _keep_few_fast(items):
-    """Mark as slow what `few(n)` leaves out: n cases of the test, evenly spread, stay fast."""
+    """Mark as slow what `few(n)` leaves out: n cases of the test, evenly spread, stay fast. With
+    `few(n, m)` what leaves m out is nightly.
+    """
     cases = defaultdict(list)
     for item in items:
         few = item.get_closest_marker("few")
         if few and not item.get_closest_marker("slow"):
-            cases[item.nodeid.partition("[")[0], few.args[0]].append(item)
-    for (_, count), own in cases.items():
-        fast = {len(own) * i // count for i in range(count)}
+            cases[item.nodeid.partition("[")[0], few.args].append(item)
+    for (_, counts), own in cases.items():
+        fast, *slow = [{len(own) * i // count for i in range(count)} for count in counts]
         for number, item in enumerate(own):
             if number not in fast:
-                item.add_marker("slow")
+                item.add_marker("nightly" if slow and number not in slow[0] else "slow")
 
 
 @pytest.fixture(scope="session")

@@ -70,8 +70,13 @@ def test_what_is_planned_is_planned_again(name: str, monkeypatch: pytest.MonkeyP
     assert RECIPES[name].read_text().splitlines()[2] == line, "run scripts/recipes.py"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in ALIKE else pytest.mark.slow)
+        for name in RECIPES
+    ],
+)
 def test_two_steps_in_small(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

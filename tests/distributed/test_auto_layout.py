@@ -71,7 +71,8 @@ DEEP = (
 @pytest.mark.parametrize(
     ("num_processes", "flags", "budget"),
     [(2, ("--parallel.sp=2", "--parallel.dp=1"), "2900KiB"),
-     (4, ("--parallel.sp=2", "--parallel.reshard=true"), "64MiB"),
+     pytest.param(4, ("--parallel.sp=2", "--parallel.reshard=true"), "64MiB",
+                  marks=pytest.mark.nightly),
      (4, ("--parallel.sp=2", "--parallel.pp=2", "--chunks.method=infinipipe", "--chunks.size=auto",
           "--parallel.reshard=true"), "64MiB")],
 )  # fmt: skip

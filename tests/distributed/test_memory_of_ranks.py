@@ -140,7 +140,7 @@ RESHARD = {"order": "layer-first", "reshard": True}
     [
         ((1, 1, 2), False, {}),
         ((1, 2, 1), False, RESHARD),
-        ((1, 2, 1), True, {}),
+        pytest.param((1, 2, 1), True, {}, marks=pytest.mark.nightly),
         ((1, 2, 2), False, {"reshard": True}),
     ],
 )

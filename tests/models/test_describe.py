@@ -118,11 +118,11 @@ QUICK = (
     "llama", "phi3 with windows", "gpt_oss", "qwen3_moe with a dense layer", "deepseek_v3",
     "llama4_text", "gemma4_text sharing", "qwen3_next", "nemotron_h", "minimax",
 )  # fmt: skip
-"""Of each kind of layer one."""
+"""Of each kind of layer one; the others each night."""
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS]
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly) for n in CONFIGS]
 )
 @pytest.mark.few(3)
 def test_counts_windows_kinds_and_saved_bytes_are_those_of_the_model(name):
@@ -236,6 +236,7 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
         ("zamba2", "all-linear", ()), ("granitemoehybrid", "all-linear", ("router.weight",)),
     ],
 )  # fmt: skip
+@pytest.mark.few(2, 5)
 def test_adapters_are_counted_as_peft_makes_them(family, modules, parameters):
     config = shrink_config(AutoConfig.for_model(family), max_seq_len=64)
     lora = {

@@ -35,7 +35,7 @@ autograd graph; the stage with its graph; the backward of a graph made before.""
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one action computes in its cell (one chunk at one stage)."""
+    """The part of its cell (one chunk at one stage) that one action computes."""
 
     computes: Computed = "nothing"
     writes_kv: bool = False
