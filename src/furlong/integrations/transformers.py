@@ -93,10 +93,10 @@ def unpad(
 
 
 def without_repeats(batch: dict[str, Any], num_samples: int, num_own: int) -> dict[str, Any]:
-    """Return a batch in which samples after the first `num_own` of `num_samples` have no labels.
+    """Return the batch of `num_samples` samples, of which only the first `num_own` keep labels.
 
-    A sample is a row, or a sequence if a collator has joined all samples to one row. If they cannot
-    be told apart, since the row packs several sequences into one sample, all keep their labels.
+    A sample is a row, or a sequence if a collator has joined all samples to one row. If samples
+    cannot be told apart, since one of them packs several sequences, all keep their labels.
     """
     labels = batch.get("labels")
     if labels is None:
@@ -662,8 +662,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _summed(
         self, batch: dict[str, Any], divisor: int, *, backward: bool = True
     ) -> tuple[float, float]:
-        """Return the summed loss of a batch and the number of its labels; with FSDP2, those of the
-        batches of all processes together."""
+        """Return the summed loss and the number of labels of a batch; with FSDP2, of the batches of
+        all processes together."""
         every = self._read(self._prepare_inputs(batch))
         # sequences without labels add neither loss nor gradient
         sequences = [sequence for sequence in every if count_valid_tokens([sequence])]

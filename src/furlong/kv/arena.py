@@ -93,7 +93,7 @@ class Slabs:
         self.slabs.append((self._allocate(num_bytes), Extents(num_bytes)))
 
     def take(self, num_bytes: int, new_slab_bytes: Callable[[], int]) -> ArenaBlock:
-        """Allocate a piece, in a new slab of `new_slab_bytes()` if no slab has room."""
+        """Allocate `num_bytes`, in a new slab of `new_slab_bytes()` if no slab has room."""
         for memory, extents in self.slabs:
             if (start := extents.take(aligned(num_bytes))) is not None:
                 return ArenaBlock(memory[start : start + num_bytes], extents, start)

@@ -47,7 +47,8 @@ class NamelessFile:
         self._file = io.FileIO(descriptor, "r+")  # closes itself if `close` is never called
 
     def reserve(self, start: int, num_bytes: int) -> None:
-        """Allocate `num_bytes` of the disk from `start` on; raises ConfigError if that is full."""
+        """Allocate `num_bytes` of the file from `start` on. Raises ConfigError if the disk is
+        full."""
         try:
             os.posix_fallocate(self._file.fileno(), start, num_bytes)
         except OSError as error:

@@ -1,8 +1,8 @@
 """Pools: store tensors between uses, without changing a bit, on the device, on a CPU or on disk.
 
 All calls take effect in the order of the calling thread, or of its current stream on CUDA. `put`
-returns at once, and its tensor may be changed right away; the tensor of a lease may be read right
-away. `DevicePool` keeps tensors on the device and is the reference for the others.
+returns at once, and its tensor may be changed right away. `get` lends a tensor (a lease), which may
+be read right away. `DevicePool` keeps tensors on the device and is the reference for the others.
 
 A `StagedPool` moves tensors through staging buffers. The compute side (the calling thread or its
 stream) copies into a buffer, or computes with it as a lease; one lane copies buffers to storage,
@@ -15,8 +15,8 @@ numbers. What orders the copies:
     reuse of a buffer            waits for the `free` event that its last user left
     reuse of dropped storage     needs no wait: later writes run later in the same lane
 
-Every copy has its own event: no event stands for an earlier or a later copy. Another offload target
-is one more subclass of `StagedPool` and one case in `Pools.of`.
+Every copy has its own event, which is used for no other copy. Another offload target is one more
+subclass of `StagedPool` and one case in `Pools.of`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class Budget:
 
 
 class Pool(ABC):
-    """Storage for tensors. An error of a lane is raised by the next call, and by all until `clear`.
+    """Storage for tensors. An error in a lane (a queue of copies) is raised by all calls but
+    `drop`, until `clear`.
 
     A handle with an open lease cannot be dropped. `write_back` requires that no other lease of the
     handle is open.
@@ -398,7 +399,8 @@ class Buffer:
 
 
 class Staging:
-    """Staging buffers of at most `limit_bytes` in all, or `num_largest` times the largest tensor.
+    """Staging buffers of at most `limit_bytes` in all, or `num_largest` times the largest tensor if
+    that is more.
 
     More is allocated only for a single tensor that is larger, and while leases take up the limit.
     """
@@ -771,7 +773,8 @@ class DiskPool(StagedPool):
 
 
 def _pages(staged: Tensor, num_bytes: int) -> memoryview:
-    """Return the whole pages that begin with `staged`, as bytes; its buffer holds all of them."""
+    """Return the `num_bytes` (whole pages) from the first byte of `staged` on. They may extend past
+    `staged`, but not past its buffer."""
     return staged.as_strided((num_bytes,), (1,)).numpy().data
 
 

@@ -3,9 +3,9 @@
 These are K,V of a cut sequence, states of its recurrent layers, and the gradients that later chunks
 send (float32 where K,V have 16 bits), allocated when the first one arrives. A piece is the part of
 a cut sequence that is in one chunk. With a sliding window of w tokens only the last w-1 tokens of a
-piece are kept: no later token sees the others, and the tokens that a later piece sees stay
-contiguous, along its path where a sequence branches. With attention blocks only tokens of the
-unfinished block at the piece's end are kept.
+piece are kept: no later token sees the others, and the kept tokens that a later piece sees are
+contiguous (where a sequence branches, along the path to the piece). With attention blocks only
+tokens of the unfinished block at the piece's end are kept.
 
 K,V and gradients are freed and offloaded in segments of tokens, which `furlong.plan.segments` cuts.
 A segment is freed with the last piece that has tokens in it. A recurrent state belongs to a
@@ -200,8 +200,8 @@ class LayerSegments:
         self._token_shape = (2, like.shape[0], like.shape[2])
 
     def write(self, piece: int, k: Tensor, v: Tensor) -> None:
-        """Store the last rows of k, v (K, T, H), as many as later pieces see. A piece that was sent
-        gradients is not freed and written again (plans are checked for that)."""
+        """Store the last rows of k, v (K, T, H), as many as later pieces see. Once gradients for a
+        piece have been sent, it is not freed and written again (plans are checked for that)."""
         tokens = self.tokens.of_piece(piece)
         first = k.shape[1] - len(tokens)  # only the last tokens of a piece are stored
         for segment in self._holding(tokens):
@@ -233,8 +233,8 @@ class LayerSegments:
         assert not missing, f"K,V of pieces {missing} of {what} are gone"
 
     def blocks(self, seen: Sequence[range], *, gradients: bool) -> Iterator[StoredBlock]:
-        """Yield the stored tokens `seen` in blocks, one for each range and segment, and prefetch
-        the next segment. With `gradients` the newest block comes first."""
+        """Yield the stored tokens in the ranges `seen`, one block for each segment and range, and
+        prefetch the next segment. With `gradients` the newest block comes first."""
         indices = dict.fromkeys(index for run in seen for index in self.tokens.segments(run))
         step = -1 if gradients else 1
         order = [self.segments[index] for index in indices][::step]
@@ -330,7 +330,8 @@ class LayerSegments:
             segment.has_news = True
 
     def _settle(self, segment: Segment, *, stays: bool) -> None:
-        """Move changed gradients to where they wait: the arena if `stays`, else the pool."""
+        """Keep changed gradients until they are next used: in the arena if `stays`, else in the
+        pool."""
         lease, segment.grad_lease, segment.has_news = segment.grad_lease, None, False
         if lease is not None and not stays:
             lease.write_back()
@@ -423,8 +424,9 @@ class KVStore:
     ) -> tuple[int, Tensor, Tensor] | None:
         """Return the gradients that later pieces have sent for a piece, times `factor`.
 
-        They are a tuple: index in the piece of the first stored token, dK, dV (K, stored tokens,
-        H). It is valid until the next call on the store; None if nothing was sent.
+        The result is (index in the piece of the first stored token, dK, dV), with dK and dV of
+        shape (K, stored tokens, H), valid until the next call on the store. None if nothing was
+        sent.
         """
         segments = self._layers.get((seq_id, layer))
         if segments is None:

@@ -1,4 +1,5 @@
-"""The sequences of a step and the rows of a chunk: ids, labels, extras, shared prefixes.
+"""The sequences of a step and the rows of a chunk: ids, labels, extras, shared prefixes. A row is
+one token of a chunk on this process.
 
 Labels are shifted before sequences are cut: the label of a chunk's last token is the first token of
 the next chunk. Where a sequence branches, a token has one label per branch. A process that holds no
@@ -8,8 +9,9 @@ Extras are the caller's named tensors with one entry per token. Entry t belongs 
 shifted like the label, to the row of the hidden state that predicts token t.
 
 Sequences with equal first tokens are joined into trees, whose shared prefix is computed once: equal
-tokens at equal positions have equal hidden states. A prefix is shared if it is at least a chunk
-long, also after a fork, as in agents' traces. Labels, extras and outputs stay per sequence.
+tokens at equal positions have equal hidden states. A shared part is at least a chunk long. Branches
+may share a further part after a fork, as in agents' traces. Labels, extras and outputs stay per
+sequence.
 
     T  rows of the process;  R  labels of these rows
     i  index of a sequence in the call;  `seq_id`  index of a (joined) sequence in the plan
@@ -88,9 +90,9 @@ class Batch:
     """By index in the call, factors of the loss in the gradient; None: 1."""
 
     def within(self, seq_id: int, start: int, stop: int) -> Iterator[tuple[int, range, int]]:
-        """Yield (i, tokens, offset of the first one from `start`) for each run of tokens of a
-        caller's sequence i in [start, stop) of a plan's sequence. Shared tokens come once for each
-        sequence."""
+        """Yield (i, tokens, offset from `start`) for each run of tokens of a caller's sequence i in
+        [start, stop) of a plan's sequence. `tokens` are indices in sequence i. Shared tokens come
+        once for each caller's sequence."""
         for span in self.planned[seq_id].spans:
             tokens = range(max(start, span.start), min(stop, span.stop))
             if tokens:
@@ -98,14 +100,14 @@ class Batch:
                 yield span.sequence, range(first, first + len(tokens)), tokens.start - start
 
     def runs(self, rows: ChunkRows) -> Iterator[tuple[int, range, int]]:
-        """Yield (i, tokens, row of the first one) for each run of consecutive tokens of a caller's
-        sequence i in a chunk."""
+        """Yield (i, tokens, row of the first token) for each run of consecutive tokens that a chunk
+        has of a caller's sequence i."""
         for (seq_id, start, stop), row in rows.runs():
             for index, tokens, distance in self.within(seq_id, start, stop):
                 yield index, tokens, row + distance
 
     def labels_of(self, index: int, tokens: range) -> tuple[Tensor, Tensor]:
-        """Return the indices (r,) within `tokens` of tokens with a label, and their labels (r,)."""
+        """Return (indices (r,) into `tokens`, labels (r,)) of the tokens that have a label."""
         rows = labelled_rows(labels := self.sequences[index].labels[tokens.start : tokens.stop])
         return rows, labels[rows]
 
@@ -178,7 +180,7 @@ def chunk_inputs(
     branches: Mapping[tuple[int, int], int] | None = None,
 ) -> ChunkInputs:
     """Return ids and positions of one chunk's rows on this process, copied asynchronously.
-    `branches`: (seq_id, first token) -> its position, where that differs from the token's index."""
+    `branches`: (seq_id, index of a run's first token) -> position, if it is not the index."""
     ids, positions = [], []
     for (seq_id, start, stop), _ in rows.runs():
         sequence = batch.planned[seq_id]
@@ -223,8 +225,9 @@ def shift_labels(
 
     Args:
         sequences: Dicts with input_ids, labels (T,) int64 and extras (T, ...).
-        extras: Names, of which a sequence with extras has at least one; None: any names.
-        needs_labels: If False, or with token weights, input_ids replace missing labels.
+        extras: A sequence with extras must have one of these names at least; None: any names.
+        needs_labels: If False, input_ids replace missing labels. In a sequence with the extra
+            `token_weights` they always do.
 
     Raises:
         DataError: For other types, keys, dtypes or lengths, and for extras that require a gradient
@@ -398,8 +401,9 @@ def _tree(
     group: range,
     least_tokens: int,
 ) -> tuple[JoinedSequence, list[tuple[int, int]]]:
-    """Return a group of sequences as a tree, laid out depth-first as one sequence, and its forks:
-    (index of a branch's first token, end of the prefix that the branch continues).
+    """Return a group of sequences as a tree, laid out depth-first as one sequence, and its forks.
+    A fork is (index of a branch's first token, end of the prefix that the branch continues), both
+    in the laid-out sequence.
 
     `order`: sequences sorted by their tokens; `group`: the part of `order` to join; `shared[n]`:
     the number of equal first tokens of `order[n]` and `order[n + 1]`."""
@@ -409,7 +413,7 @@ def _tree(
 
     def grow(group: range, depth: int, parent: int) -> None:
         """Append the sequences `order[n]`, n in `group`, to the tree. Their first `depth` tokens
-        are equal and in the tree already, where they end at index `parent`."""
+        are equal, and the tree has them already; `parent`: the end index of these tokens."""
         for own in sorted(_groups(group, shared, depth + least_tokens), key=shortness):
             members = [order[number] for number in own]
             tokens = sequences[members[0]].input_ids
@@ -426,7 +430,8 @@ def _tree(
                 grow(own, stop, end)
 
     def shortness(own: range) -> int:
-        """Return a sort key, longest first. Lengths alone then determine a pair's layout."""
+        """Return a sort key, longest first. The layout of two sequences then depends on lengths
+        alone."""
         return -max(len(sequences[order[number]].input_ids) for number in own)
 
     grow(group, 0, 0)
@@ -448,7 +453,8 @@ def _num_equal(one: _Ids, other: _Ids) -> int:
 
 
 def _require_extras(name: str, sequence: ShiftedSequence, first: Mapping[str, Any]) -> None:
-    """Raise DataError unless extras have the names and shapes of `first`, those of sequence 0."""
+    """Raise DataError if extras differ in names or shapes from `first`, the extras of sequence 0,
+    or require a gradient."""
     extras, num_tokens = sequence.extras, len(sequence.input_ids)
     if extras.keys() != first.keys():
         odd = ", ".join(sorted(map(str, extras.keys() ^ first.keys())))

@@ -160,8 +160,8 @@ class SavedGraph:
 
     @contextmanager
     def saving(self, stays: Iterable[Tensor]) -> Iterator[None]:
-        """Context manager: move tensors that autograd saves into the pool, each storage once.
-        Weights, small tensors and tensors that share memory with one of `stays` stay."""
+        """Context manager: the pool keeps what autograd saves, with one copy per storage. Weights,
+        small tensors and tensors that share memory with one of `stays` remain where they are."""
         known = {x.untyped_storage().data_ptr() for x in stays if not isinstance(x, DTensor)}
         sent: dict[tuple[int, int, torch.dtype], tuple[Handle, Tensor]] = {}
         # The table holds the tensors: a freed address could be given to another tensor.
@@ -308,15 +308,16 @@ class Cell:
         return found
 
     def enter(self, layer: int, slice_index: int, x: Tensor) -> tuple[Tensor, States]:
-        """Return the input x (1, T, D) of a slice that has a prefix, and the recurrent states after
-        that prefix. A backward sends the gradients of the states to the store."""
+        """Return x (1, T, D), the input of a slice that has a prefix, and the recurrent states
+        after the prefix, as graph nodes. A backward sends the states' gradients to the store."""
         piece, states = self.pieces[slice_index], self.store.states
         at = piece.seq_id, layer, piece.start
         return receive_states(x, states.read(at), partial(states.send, at))
 
     def leave(self, what: Pass, layer: int, slice_index: int, y: Tensor, states: States) -> Tensor:
-        """Store the recurrent `states` after a slice that later chunks continue. Return its output
-        y (1, T, D), whose backward adds the gradients of the states from these chunks."""
+        """In a pass that writes K,V, store the recurrent `states` after a slice that later chunks
+        continue. Return the output y (1, T, D) of the slice as a graph node. Its backward adds the
+        gradients of the states that later chunks have sent."""
         piece, store = self.pieces[slice_index], self.store.states
         at, kinds = (piece.seq_id, layer, piece.stop), tuple(states)
         if what.writes_kv:
@@ -334,8 +335,9 @@ class Cell:
             raise KVReady
 
     def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Expansion) -> Tensor:
-        """Store latents (T, W), instead of the K,V that `expand` makes of them for the layer's next
-        `attend`, for slices that this process holds alone. Return the latents as a graph node."""
+        """Store latents (T, W) instead of K,V, for slices that this process holds alone. In the
+        layer's next `attend`, `expand` computes K,V from latents. Return the latents as a graph
+        node. Raises KVReady if the pass ends there."""
         own = self.rows.own
         if own is None:
             return latents
@@ -380,8 +382,8 @@ class Cell:
                 )
 
     def _ends(self, what: Pass, event: TokenMixing) -> bool:
-        """Whether the pass computes up to the last K,V only, and `event` (the attention or
-        recurrent mixer of a layer) is where it ends."""
+        """Whether the pass ends at `event`, the attention or recurrent mixer of a layer: it
+        computes up to the last K,V only, and `event` is the last one of the stage."""
         return what.computes == "to last kv" and event == self.events[-1]
 
     def saving(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -391,7 +393,7 @@ class Cell:
         return self.saved.saving((*model.parameters(), *model.buffers()))
 
     def end_pass(self) -> None:
-        """Release the saved attention that a pass without a graph has read."""
+        """End the leases of saved attention outputs that a pass without a graph has read."""
         _release(self._pass_leases)
 
     def forget(self) -> None:
@@ -426,7 +428,7 @@ class Cell:
         return self._owners[layer]
 
     def _recalled(self, what: Pass, layer: int) -> SavedAttention:
-        """Return the layer's saved attention output, and prefetch that of the next layer."""
+        """Return the layer's saved attention output, and prefetch the next layer's."""
         self.end_pass()  # the layer before is done with its leases
         leases = [self.attention.get(handle) for handle in self.saved_attention[layer]]
         # a RebuildKV may run while the graph is alive, and must not release its leases

@@ -1,7 +1,7 @@
 """The start-up self-check: does the model compute the same in chunks as in its own forward?
 
 The model itself computes random sequences whole; the executor computes them with a plan of three
-chunks, one of which drops its graph and recomputes it. Compared are
+chunks, one of which drops its graph and recomputes it. The check compares
 
 - for a long sequence of a few tokens, cut into the chunks: final hidden states, and the gradient of
   a loss at the last tokens with respect to the input embeddings. The gradient of the first chunks'
@@ -15,14 +15,15 @@ from stage to stage and with one that finishes each stage before the next (layer
 A tiny twin has the model's class and config, but few heads, small widths, short lengths, random
 float64 weights and, if no stages are checked, few recurrent layers of each kind: the same code, in
 a fraction of a second. It is checked
-- in addition to a model in 16 bits, whose bound is wide: twice what its own whole run changes when
-  attention outputs are rounded differently, which may route a token to another expert;
+- in addition to a model in 16 bits, for which the allowed error is large: twice the change of the
+  whole run when attention outputs are rounded differently, which may route a token to another
+  expert;
 - in addition to a model whose windows, attention blocks or temperatures matter only at lengths
   beyond these few tokens;
 - instead of a model of which each process holds one stage: every process makes the same twin, and
   compares it whole and in stages with the layers that the processes hold.
 
-Gradients of a whole model are insensitive to recurrent layers: a dropped state may change them by
+Gradients of a whole model may hide an error of recurrent layers: a dropped state may change them by
 less than float32 rounding. So one mixer of each kind runs as a stage by itself on random hidden
 states, whole and in chunks, one of a single token. The loss is at the last chunk, and gradients are
 compared at rows that reach it only through the recurrent state: those before the convolution's
@@ -112,11 +113,12 @@ def self_check(
     parameters. It changes no `.grad`, buffer or generator.
 
     Args:
-        heights: Number of layers per stage. Several stages are compared with a single one,
-            for which a whole model must have passed the check before. None: chunks are compared
-            with the model's own forward.
+        heights: Number of layers per stage. Several stages are compared with a single stage: check
+            a whole model without `heights` first. None: chunks are compared with the model's own
+            forward.
         compute_dtype: The dtype that sharded weights are gathered in; None: the parameters'.
-        agree: Maps this process's errors by name to those that all processes decide by.
+        agree: Maps this process's errors, by name, to each error's maximum over the processes of
+            the stage.
 
     Raises:
         UnsupportedModelError: For a model that gives other results in chunks, computes values that
@@ -208,7 +210,8 @@ def _twins(model: HFDecoder, compute_dtype: torch.dtype | None = None) -> list[H
 
 
 def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
-    """Return the largest relative error of a model in chunks."""
+    """Return the largest relative error of a model in chunks, compared with its own forward. Raises
+    UnsupportedModelError if an error is too large."""
     with _settled(model), cut_embeddings(model) as leaves:
         trial = _Trial(model, backend, leaves, agree)
         with _refused(model, *_WHOLE):
@@ -229,11 +232,11 @@ def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
 
 
 def _compare(trial: _Trial, truth: Run) -> tuple[dict[str, float], float]:
-    """Return the relative errors of a run in chunks by name, and the bound for them.
+    """Return the relative error of each tensor of a run in chunks, by name, and the bound for them.
 
     Rounding can change a router's choice in 16 bits, and gradients in float32 if weights are large.
-    So a run above the bound is repeated with other roundings, and the least error of each name
-    counts: a real difference remains in all runs.
+    So a run above the bound is repeated with other roundings, and the least error of each tensor
+    is returned: a real difference remains in all runs.
     """
     model, errors = trial.model, trial.differences(trial.chunked(), truth)
     dtype = truth[GRADIENTS].dtype
@@ -278,8 +281,9 @@ def _rounded_again(model: HFDecoder, *, seed: int) -> Iterator[None]:
 
 
 def _has_known_mixers(model: HFDecoder) -> bool:
-    """Whether this project's tests cover the model's recurrent mixers: of a family with recurrent
-    layers in `furlong.families`, in a tested release of transformers, on a CPU."""
+    """Whether this project's tests cover the model's recurrent mixers: `furlong.families` lists
+    their family as recurrent, the release of transformers is a tested one, and the model is on a
+    CPU."""
     kinds = {type(mixer.module).__module__ for mixer in model.probed.mixers}
     is_theirs = all(module.startswith("transformers.") for module in kinds)
     is_known = is_theirs and family_of(model.config.model_type).recurrent != "none"
@@ -291,8 +295,8 @@ def _check_cuts(
     model: HFDecoder, parts: Sequence[HFDecoder], backend: Backend, heights: Sequence[int],
     agree: Agree = dict,
 ) -> float:  # fmt: skip
-    """Return the largest relative error, in chunks, of stages of `heights` layers against a single
-    stage. `parts`: for each stage a model that holds its layers.
+    """Return the largest relative error of a run in stages of `heights` layers, compared with a run
+    in a single stage, both in chunks. `parts`: for each stage a model that holds its layers.
 
     Raises UnsupportedModelError for a decoder that passes more than hidden states between layers.
     """
@@ -403,7 +407,8 @@ def cut_embeddings(*models: HFDecoder) -> Iterator[list[Tensor]]:
 
 
 def _cut(leaves: list[Tensor], x: Tensor) -> Tensor:
-    """Return x or, with gradients enabled, a copy of x; the copy's leaf is appended to `leaves`."""
+    """Return x or, with gradients enabled, a clone of a new leaf that has the values of x; append
+    the leaf to `leaves`."""
     if not torch.is_grad_enabled():
         return x
     leaves.append(x.detach().requires_grad_())
@@ -420,7 +425,7 @@ class _Trial:
     agree: Agree = dict
 
     def differences(self, given: Run, truth: Run) -> dict[str, float]:
-        """Return the errors by name, computed by `differences`, that all processes decide by."""
+        """Return the errors that `differences` computes, by name, passed through `agree`."""
         return self.agree(differences(given, truth))
 
     def whole(self) -> Run:
@@ -439,7 +444,8 @@ class _Trial:
         order: Order = "chunk-first",
     ) -> Run:  # fmt: skip
         """Return the tensors to compare from chunks and stages of `heights` layers. Each stage runs
-        all chunks before the next one, so anything but hidden states that layers pass is lost.
+        all chunks before the next stage does. If layers pass more than hidden states to later
+        layers, the rest is lost between stages, and the results differ.
 
         `parts`: for each stage a model that holds its layers; if empty, a single stage.
         """
@@ -460,8 +466,8 @@ class _Trial:
         self, plan: ChunkPlan, stages: Sequence[Layers], ids: Sequence[Tensor],
         cotangent: Callable[[Tensor], Tensor],
     ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-        """Run a plan of one rank; return the final hidden states (T, D) of each sequence, and the
-        gradient (T, D) of the leaves in the order of chunks. `cotangent`: see `TrialHead`."""
+        """Run a plan of one rank. Return the final hidden states (T, D) of each sequence, and the
+        gradient (T, D) of `leaves`, joined in order of chunks. `cotangent`: see `TrialHead`."""
         model, begun = self.model, dict[int, Tensor]()
         self.leaves.clear()
         labels = [torch.full(i.shape, IGNORE_INDEX, device="cpu") for i in ids]
@@ -509,7 +515,8 @@ def plan_chunks(
 
 
 class TrialHead(OutputHead):
-    """A head whose backward outputs hidden states; only the first sequence has a gradient."""
+    """A head that also outputs hidden states in `gradient`. Only the first sequence has an output
+    gradient."""
 
     def __init__(
         self, model: HFDecoder, batch: Batch, cotangent: Callable[[Tensor], Tensor]
@@ -565,9 +572,9 @@ def tiny_twin(model: HFDecoder, *, all_layers: bool = True) -> HFDecoder:
 
 
 def hides_lengths(model: HFDecoder) -> bool:
-    """Whether a model behaves differently at lengths that a short check does not reach: windows,
-    attention blocks, queries scaled by position, RoPE with two sets of factors (PhiMoE also scales
-    attention by the last position of each call)."""
+    """Whether a model behaves differently at lengths that a short check does not reach, because
+    of windows, attention blocks, queries scaled by position, or RoPE with two sets of factors
+    (PhiMoE also scales attention by the last position of each call)."""
     limit = model.longest_tokens or 2**31
     return (
         CHUNKED in (getattr(model.config, "layer_types", None) or ())
@@ -598,8 +605,9 @@ _LEAST_SHARE = 1e-3
 
 
 def mixer_errors(model: HFDecoder, backend: Backend, agree: Agree = dict) -> list[float]:
-    """Return the largest relative error in slices of each kind of recurrent mixer, in float32 for
-    mixers in 16 bits. Raises UnsupportedModelError if one is too large."""
+    """Return the largest relative error of each kind of recurrent mixer in slices, compared with a
+    whole run. A mixer in 16 bits runs in float32. Raises UnsupportedModelError if an error is too
+    large."""
     kinds = {type(mixer.module): mixer for mixer in reversed(model.probed.mixers)}
     if not kinds:
         return []
@@ -637,7 +645,8 @@ def _mixer_error(model: HFDecoder, called: Called, backend: Backend, agree: Agre
 
 
 def _whole_mixer(called: Called, x: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
-    """Return ((output (T, D), input gradient (T, D)), width of the convolution) of a whole run."""
+    """Run a mixer on the whole of x (1, T, D). Return ((output (T, D), input gradient (T, D)),
+    width of its convolution, 0 if it has none)."""
     leaf = x.clone().requires_grad_()
     cache = SliceCache({}, x.shape[1])
     args, kwargs = called.inputs.of(leaf, lambda of_tokens: of_tokens, cache)
@@ -712,7 +721,7 @@ _AS_TWIN = (
 @contextmanager
 def _refused(model: HFDecoder, what: str, *others: str) -> Iterator[None]:
     """Context manager: raise an error of the model's code as an UnsupportedModelError. `what`: the
-    fault in words; `others`: what is required and, if not the default, what to change."""
+    fault in words; `others`: the requirement and, if not the default, the advice in the error."""
     try:
         yield
     except Exception as error:

@@ -61,7 +61,7 @@ class Layers(Protocol):
 
 
 class _Entered(torch.autograd.Function):
-    """Identity whose output, no view of the leaf, may be changed in place by hooks and layers."""
+    """Identity. Its output is no view of the leaf: hooks and layers may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -73,7 +73,8 @@ class _Entered(torch.autograd.Function):
 
 
 class Executor:
-    """Runs one rank's actions of a checked plan, once, for gradients of loss / num_valid_tokens."""
+    """Runs one rank's actions of a checked plan, once. Gradients are those of the summed loss
+    divided by num_valid_tokens."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Executor:
             head: Consumer of final hidden states, by default the loss.
             modes: Makes the context manager that passes run in, such as an autocast.
             stages: Layers to run instead of `model.stages(plan.stages)`.
-            embedded: Returns the leaf (1, T, D) that was a chunk's input embeddings. If given,
+            embedded: Returns the leaf (1, T, D) that holds a chunk's input embeddings. If given,
                 backwards end at stage inputs, and no weight gets a gradient.
         """
         comms.accept(plan)
@@ -306,8 +307,8 @@ class Executor:
         return chunk_targets(self._inputs_of(chunk).rows, self._batch, self._model.device)
 
     def _deliver(self, message: Message, x: Tensor) -> None:
-        """Store a stage's output or input gradient (T, D): for a pass, if the neighbouring stage is
-        on this rank, else for a Send."""
+        """Store a stage's output or input gradient (T, D) for its reader: a pass, if the
+        neighbouring stage is on this rank, else a Send."""
         payload, chunk, stage = message
         stage += 1 if payload == "activation" else -1
         if (chunk, stage) in self._own:

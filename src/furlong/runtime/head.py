@@ -53,8 +53,8 @@ class LossHead:
         """Labels evaluated on this process."""
 
     def evaluate(self, hidden: Tensor, targets: ChunkTargets) -> None:
-        """Add a chunk's loss to the step's from final hidden states (T, D), without a graph, and
-        store its token losses."""
+        """Compute a chunk's loss from final hidden states (T, D), without a graph. Add it to the
+        step's loss, and store its token losses."""
         extras = self._batch.extras_of(targets)
         values = self._tiled.forward(hidden, targets.labelled_rows, targets.labels, extras)
         if values is None:
@@ -148,8 +148,8 @@ class OutputHead:
     ) -> None:  # fmt: skip
         """
         Args:
-            function: Returns token values (t,) or (t, k), which are output, 0 where a token has no
-                label. None: hidden states (T, D) are output.
+            function: Returns token values (t,) or (t, k), the outputs; they are 0 for tokens
+                without a label. None: hidden states (T, D) are the outputs.
             modes: Makes the context manager that the head runs in, such as an autocast.
             is_rounded: Whether passes compute in 16 bits, whatever the dtype of hidden states.
         """

@@ -32,10 +32,11 @@ def read_padded(
     Args:
         input_ids: (B, T).
         attention_mask: (B, T), ones, with zeros before or after them.
-        position_ids: (B, T) or (1, T), by default the column, padding counted. With neither mask
-            nor cache a sequence begins wherever positions do not increase by 1, as in transformers.
+        position_ids: (B, T) or (1, T), by default the column number, so padding counts. Without
+            mask and cache a sequence begins wherever positions do not increase by 1, as in
+            transformers.
         labels: (B, T), unshifted, if any.
-        has_cache: Whether transformers would make a cache.
+        has_cache: Whether the model's forward in transformers would create a KV cache.
         model_type: `config.model_type` of the model that reads the batch.
 
     Returns:

@@ -76,7 +76,7 @@ def compute_parameters(
 def added_gradients(
     parameters: Iterable[nn.Parameter], *, keeps_zeros: bool = False
 ) -> Iterator[None]:
-    """Context manager for a step: on an error, parameters that had no `.grad` lose it again.
+    """Context manager for a step: after an error, `.grad` is None again where it was None before.
 
     `keeps_zeros`: trained parameters without a gradient get zeros, as a sampled plan needs: an
     optimizer would skip them otherwise."""

@@ -67,12 +67,13 @@ class ProcessHeap:
 
     malloc keeps free blocks between longer-lived ones, such as saved attention outputs, so the heap
     would grow with every action. Blocks from 2 MiB on are therefore mapped, and returned to the
-    system when freed, at the price of page faults; a process-wide setting. With `maps_small` this
-    holds from 128 KiB on: for a step that offloads, and with adapters, whose small blocks lie
-    between the blocks of a graph, so that memalign does not reuse these (93 instead of 156 MiB for
-    1/4 more CPU seconds, at 512 tokens of hidden size 512). When a step has grown by 4 MiB above
-    the most that it held after a trim, free memory is trimmed. A user's malloc settings are
-    respected. Nothing is done if actions are measured: page faults would count as later seconds.
+    system when freed, at the price of page faults. This setting is process-wide. `maps_small`
+    lowers the limit to 128 KiB, for a step that offloads and for a model with adapters. Otherwise
+    small blocks of adapters would lie between the blocks of a graph, and memalign would not reuse
+    the graph's (93 instead of 156 MiB for 1/4 more CPU seconds, at 512 tokens of hidden size 512).
+    Free memory is trimmed when the process holds 4 MiB more than at the start of the step and
+    after each earlier trim. A user's malloc settings are respected. Nothing is done if actions are
+    measured: page faults would count as later seconds.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device, *, exact: bool) -> None:
         """`exact`: reset the device's peak at each begin, although other code may read it. Else a
-        stretch's peak is the use at its begin or end or, if it has risen, the overall peak."""
+        stretch's peak is the overall peak if that rises in the stretch, and otherwise the larger
+        of the bytes in use at its begin and at its end."""
         self._device, self._exact = device, exact
         self._last: tuple[int, int] | None = None
         """(use, peak) in bytes at the end of the last stretch; kept, as reading takes time."""

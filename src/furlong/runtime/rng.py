@@ -53,7 +53,7 @@ def replayed(state: RNGState | None, device: torch.device) -> Iterator[None]:
 @contextmanager
 def independent_draws(process: int, device: torch.device) -> Iterator[None]:
     """Context manager: seed the generators differently on each process, reproducibly from the
-    current CPU generator. On exit that generator has advanced by a single draw."""
+    current CPU generator. On exit the CPU generator has advanced by a single draw."""
     seed = int(torch.randint(2**62, (), device="cpu"))
     resume = RNGState.read(device)
     own = random.Random(f"{seed} {process}").getrandbits(63)

@@ -30,7 +30,7 @@ _SET_ON = {"_active_adapter", "_disable_adapters", "forward", COMPILED_CALL}
 
 @dataclass(frozen=True, slots=True)
 class ModelScan:
-    """A model as one call finds it."""
+    """State of a model at the start of one call."""
 
     modules: tuple[nn.Module, ...]
     """Modules of the transformers model, itself first."""
@@ -75,9 +75,9 @@ def scan(given: nn.Module, base: nn.Module) -> ModelScan:
 
 
 def _put_in(own: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what is set on a module, by its `vars`: adapters, hooks, forward, and whether it is
-    compiled. Code objects compare by value: addresses are reused, and a hook that is set anew for
-    each step counts as the same."""
+    """Return the adapters, hooks and forward that are set on a module with these `vars`, and
+    whether it is compiled. Functions are represented by code objects, which compare by value:
+    addresses are reused, and a hook that is set anew for each step counts as the same."""
     hooks = tuple((kind, *map(_code, own[kind].values())) for kind in HOOKS if own[kind])
     forward = _code(own["forward"]) if "forward" in own else None
     return *_adapters(own), hooks, forward, own.get(COMPILED_CALL) is not None

@@ -109,8 +109,8 @@ class ModelState:
         self.sweep()
 
     def sweep(self) -> None:
-        """Run the functions in `dropped`, unless a call is running. A pool's thread does nothing:
-        the garbage collector may run there, and freeing would wait for that same thread."""
+        """Run the functions in `dropped`, unless a call is running. In a pool's thread do
+        nothing: the garbage collector may run there, and freeing would wait for that thread."""
         if is_lane():
             return
         while self.dropped and self.pooled.acquire(blocking=False):
@@ -201,7 +201,7 @@ _HELD_ELSEWHERE = (
 
 
 class Session:
-    """A model with one engine's settings. `model` is its adapter, as of the last `call`."""
+    """A model with one engine's settings. `model` is its wrapper, as of the last `call`."""
 
     model: HFDecoder
     scan: ModelScan
@@ -227,7 +227,7 @@ class Session:
         Args:
             ranks: The processes that make each call together; or `process_group`, for replicas
                 only. Neither: a single process.
-            is_entered: See `HFDecoder`; the head is then the caller's.
+            is_entered: See `HFDecoder`; the caller then computes the head.
             offload_weights: See `Engine`, also for the other arguments.
         """
         self.offload_weights = offload_weights
@@ -363,7 +363,7 @@ class Session:
         self._fingerprint = self.scan.fingerprint
 
     def _wrap(self) -> None:
-        """Create the model's adapter, or keep it if only modes have changed."""
+        """Wrap the model; keep the wrapper if only modes or `requires_grad` have changed."""
         base = self.scan.modules[0]
         self._require_own_shards(base)
         if self._fingerprint is None or self.scan.fingerprint[0] != self._fingerprint[0]:
@@ -400,8 +400,8 @@ class Session:
         Args:
             plan: The plan to run; None for passes without gradients.
             returned: Where gradients go instead of `.grad`; see `compute_parameters`.
-            decoder: The adapter to install, by default the newest. The second phase of token
-                values passes that of its forward, in case the model was wrapped anew meanwhile.
+            decoder: The wrapper to install, by default `model`. The second phase of token values
+                passes the wrapper of its forward: the model may have been wrapped anew meanwhile.
         """
         found, trains = self.scan, plan is not None and bool(plan.trained)
         with ExitStack() as stack:
@@ -636,7 +636,7 @@ def refuse_mode() -> None:
 
 
 def refuse_call(module: nn.Module, _: object) -> None:
-    """Refuse a user's call of the model while a call of furlong runs: a forward pre-hook."""
+    """Forward pre-hook: refuse a user's call of the model while a call of furlong runs."""
     raise called_within(module)
 
 
@@ -659,7 +659,7 @@ def refuse_autocast(
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """A caller's autocast; calling it enters the same one again, around a pass or the head."""
+    """A caller's autocast. A call of this object enters it again, around a pass or the head."""
 
     kind: str
     dtype: torch.dtype

@@ -108,8 +108,8 @@ def batch_for(
 
 
 def along_paths(plan: ChunkPlan, batch: Batch) -> Batch:
-    """Return the batch with spans that follow the branches of the plan's sequences: a branch's
-    first label is predicted by the last token of the prefix that the branch continues."""
+    """Return the batch with the spans of the plan's branching sequences: the last token of a prefix
+    predicts the first token of each branch that continues the prefix."""
     planned = list(batch.planned)
     for seq_id in plan.trees.keys() & range(len(planned)):
         bounds = sorted(b for c in plan.groups[seq_id] for b in plan.bounds(seq_id, c))
@@ -122,7 +122,8 @@ def along_paths(plan: ChunkPlan, batch: Batch) -> Batch:
 
 
 def among(own: Mapping[Any, ShiftedSequence], seq_lens: Sequence[int]) -> Batch:
-    """Return a batch of `seq_lens` in which sequences not in `own` (by seq_id) are empty."""
+    """Return a batch of sequences of lengths `seq_lens`, of which this process has those in `own`
+    (by seq_id); the others are empty."""
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     absent = ShiftedSequence(none, none)
     return batch_of([own.get(seq_id, absent) for seq_id in range(len(seq_lens))], seq_lens)
@@ -260,8 +261,9 @@ def whole_plan(
     own: tuple[Batch, ReplicaPlan],
     each: Sequence[tuple[ReplicaPlan | None, int]],
 ) -> tuple[ChunkPlan, Batch, range]:
-    """Join the plans of all replicas. `own`: the result of `own_plan` here; `each`: its values on
-    all processes. Return the joint plan, its batch, and the seq_ids of this replica's sequences."""
+    """Join the plans of all replicas. `own`: the first item of `own_plan`'s result; `each`: the
+    result's last item on every process. Return the joint plan, its batch, and the seq_ids of this
+    replica's sequences."""
     (batch, found), ids = own, range(len(own[0].sequences))
     if session.ranks is not None:
         found, ids = join_brought(session.ranks, [planned for planned, _ in each])
@@ -299,8 +301,9 @@ def drawn_seed(plan: ChunkPlan, options: ChunkOptions) -> int | None:
 def with_draw(
     plan: ChunkPlan, options: ChunkOptions, seed: int | None, labelled: Collection[int] = ()
 ) -> ChunkPlan:
-    """Return the plan of the whole batch with backwards only of the chunks that `seed` samples;
-    unchanged if None. `seed` is equal on all processes. `labelled`: see `spaco.sampled`."""
+    """Return the plan of the whole batch with backwards only of the chunks that `seed` samples.
+    Without sampling return the plan. `seed` is equal on all processes. `labelled`: see
+    `spaco.sampled`."""
     if options.sampling is None or seed is None:
         return plan
     return sampled(plan, replace(options.sampling, seed=seed), labelled)
@@ -365,8 +368,8 @@ def take_step(
 
 def _take_pinned(session: Session, plan: ChunkPlan) -> None:
     """Reserve the pinned memory of a plan before its first action: pinning 10 GB takes seconds.
-    A plan with no more tokens than earlier ones reuses theirs. If the need cannot be predicted, or
-    is above `memory.cpu`, memory is pinned during the step."""
+    A plan with no more tokens than earlier plans reuses the memory of these plans. If the need
+    cannot be predicted, or is above `memory.cpu`, memory is pinned during the step."""
     model, pools = session.model, session.state.opened
     if model.device.type != "cuda" or "cpu" not in plan.offload.targets:
         return

@@ -1,5 +1,5 @@
-"""Values per token, from which the caller makes a loss, as one autograd node: a plan in two phases
-on one process, two steps on several.
+"""Values per token as one autograd node; the caller makes a loss from the values. One process runs
+a plan in two phases, several processes run two steps.
 
 On one process (`TwoPhases`) the node's forward runs all Forwards of a plan, and its backward runs
 the other actions with the output gradients from autograd. The parameters are inputs of the node,
@@ -9,10 +9,10 @@ that share the parameters' memory, so an error leaves every `.grad` unchanged, u
 gradients="added".
 
 Several processes (`TwoSteps`) evaluate in one step. The backward is another step, whose head takes
-the caller's gradients instead of a loss. No tensor is kept between the steps, and each may have any
-layout of processes, at the price of one more forward up to the last K,V. The second step would draw
-other random numbers, so models that draw any are refused. The gradient is that of the sum of all
-replicas' losses; the processes of a replica all compute the same loss.
+the caller's gradients instead of a loss. No tensor is kept between the steps, and a step may have
+any layout of processes, at the price of one more forward up to the last K,V. The second step would
+draw other random numbers, so models that draw any are refused. The gradient is that of the sum of
+all replicas' losses; the processes of a replica all compute the same loss.
 """
 
 from __future__ import annotations
@@ -258,8 +258,8 @@ class TwoSteps:
         ).has_drawn
 
     def _of_all(self, found: Sequence[Tensor]) -> list[Tensor]:
-        """All-reduce the outputs `found`, of which each process has computed some entries (zeros
-        elsewhere) or none; return the outputs of this replica's sequences."""
+        """Sum the outputs `found` over all processes; return those of this replica's sequences. An
+        entry is 0 on processes that did not compute it. A process without outputs passes none."""
         form = (_DTYPES.index(found[0].dtype), *found[0].shape[1:], 0)[:2] if found else (-1, -1)
         forms = {tuple(form) for form in all_gather_ints(self._ranks, form)} - {(-1, -1)}
         if len(forms) > 1:

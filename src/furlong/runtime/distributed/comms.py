@@ -1,7 +1,7 @@
 """Communication of one rank with others, passed to the executor.
 
-A single process refuses a plan for several ranks: without its Reduce, partial gradients would look
-complete.
+A single process refuses a plan for several ranks: nothing would sum the gradients of the ranks, and
+partial gradients would look complete.
 
 Tied embeddings in a pipeline: the first and the last stage each hold a copy of the weight, under
 the name of the input embeddings and with equal values. The first stage computes the embedding's
@@ -59,9 +59,9 @@ class Pipeline:
 
     @contextmanager
     def adding_up(self, model: HFDecoder) -> Iterator[None]:
-        """Context manager for a step: all-reduce the step's gradients of the tied weight on exit. A
-        `.grad` from before the step is already summed, so it is kept apart. After an error the
-        step's gradient is dropped."""
+        """Context manager for a step: all-reduce the step's gradient of the tied weight on exit. A
+        `.grad` from before the step is already summed, so it is not reduced again. After an error
+        the step's gradient of this weight is dropped."""
         group, weight = self.tied_group, model.tied_weight
         if group is None or weight is None or not weight.requires_grad:
             yield
@@ -159,8 +159,8 @@ class Comms:
         self._stages = tuple(map(_divided, stages))
 
     def before(self, index: int) -> None:
-        """Prepare action number `index`: post receives that are due, before the first action gather
-        the weights of a plan that keeps them gathered, and wait for weights that the action uses.
+        """Prepare action number `index`: post the receives due before it, and wait for the weights
+        that it uses. Before the first action, gather all weights for a plan without Unshard.
         Posted receives cannot be withdrawn, so the plan must have passed all checks."""
         if self._messages is not None:
             links, parcel = self._messages
@@ -186,8 +186,8 @@ class Comms:
     def unshard(self, stage: int) -> None:
         """Start to gather the stage's weights; FSDP2 waits for each module before its first pass.
 
-        Before this process's first stage the root module's parameters are gathered, synchronously:
-        every first pass needs them, and their gather's buffers are freed before layers are
+        Before the first stage of this process, gather the root module's parameters synchronously:
+        every first pass needs them, and the buffers of this gather are freed before layers are
         gathered.
         """
         if self._base is None:
@@ -232,8 +232,8 @@ class Comms:
 
     @contextmanager
     def backward(self, action: Backward) -> Iterator[None]:
-        """Context manager for a Backward, except its loss: reduce-scatter gradients as in this
-        table.
+        """Context manager for a Backward, entered after the backward of its loss: reduce-scatter
+        gradients as in this table.
 
                                    layers gathered once    gathered with each pass
             other Backward         -                       reduced, from torch 2.13 on

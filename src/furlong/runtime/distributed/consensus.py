@@ -1,10 +1,11 @@
-"""Agreement among processes: on errors, on facts that must be equal, on one plan. The engine has
-all such exchanges here: whether a process enters one depends only on what all processes know.
+"""Agreement among processes: on errors, on facts that must be equal, on one plan. All such
+exchanges of the engine are here. Whether a process joins an exchange depends only on what all
+processes know.
 
-FSDP2 keeps a shard of each process's weights, pipeline stages come from different processes, and a
-sequence-parallel group reads a part of each sequence on each process. If models or sequences
-differ between processes, nothing fails, and a mixture is trained. So checksums are compared: of
-weights when they are sharded, of tokens before each step.
+With FSDP2 each process takes its shard from the weights that it has, pipeline stages come from
+different processes, and a sequence-parallel group reads a part of each sequence on each process. If
+models or sequences differ between processes, nothing fails, and a mixture of them is trained. So
+checksums are compared: of weights when they are sharded, of tokens before each step.
 
 Before the first action of a step all processes agree that none of them has failed; if one has, all
 raise, and the step can be taken again. A process that fails later closes its connections (see
@@ -149,8 +150,8 @@ def exchange(
 
 
 def _said(ranks: Ranks, word: _Word, group: dist.ProcessGroup | None) -> dict[int, _Word]:
-    """Return the word of each process, by number of the process. Raises ConfigError, on all, if
-    processes make different calls."""
+    """Return the message (`_Word`) of each process, by number of the process. Raises ConfigError,
+    on all, if processes make different calls."""
     group = group or ranks.group
     words = [word] * group.size()
     try:
@@ -305,7 +306,8 @@ def _factors(length: int, start: int, axis: int, device: torch.device) -> Tensor
 
 def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
     """Raise ConfigError, on all processes, unless the processes of each replica computed the same
-    loss, judged by its gradients (T, ...) with respect to the values. A collective."""
+    loss: `cotangents`, its gradients (T, ...) with respect to token values or hidden states, must
+    agree. A collective."""
     flat = torch.cat([own.detach().double().flatten() for own in cotangents])
     turned = flat * torch.arange(len(flat), device=flat.device).cos()  # sensitive to order
     own = torch.stack([flat.norm(), turned.sum()]).cpu()

@@ -1,9 +1,9 @@
 """Report to other processes that this one fails while they wait for it.
 
 A gloo collective waits until a peer's connection closes, or until the timeout. A process that fails
-inside a collective may catch its error and keep running. So it writes the reason to the process
-group's store and closes its connections. The others then fail, too, read the store, and do the
-same. A process that was killed has written nothing: it is the one without an entry.
+inside a collective may catch its error and keep running. So a failing process writes the reason to
+the process group's store and closes its connections. The others then fail, too, read the store, and
+do the same. A process that was killed has written nothing: it is the one without an entry.
 
 NCCL does not report a closed connection. Its processes notice at their next agreement, which uses
 gloo, or after the timeout.

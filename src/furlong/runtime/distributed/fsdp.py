@@ -65,7 +65,8 @@ def shard(
         layers: The decoder layers, each gathered by itself.
         ends: Embedding and head, unless they are tied.
         compute_dtype: The dtype that weights are gathered in; None: the parameters'.
-        unchanged: Parameters that must not compute in `compute_dtype`: FSDP2 cannot shard any.
+        unchanged: Parameters that must not compute in `compute_dtype`. FSDP2 cannot exempt them: if
+            `compute_dtype` is given, there must be none.
         offload: Keep shards, their gradients and optimizer states in CPU memory (pinned for a
             GPU).
 
@@ -162,8 +163,9 @@ def freed_behind_passes(modules: Sequence[FSDPModule]) -> Iterator[None]:
 
 @contextmanager
 def _gathered_ahead(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Context manager: in a backward, gather each module while the backward of the next one runs.
-    By default a gather waits for the gradient reduction before it; forwards have no reductions."""
+    """Context manager: in a backward, gather each module while the backward of the module after it
+    in `modules` runs. By default the gather would wait for an earlier gradient reduction. Forwards
+    have no reductions, so they need no change."""
     for before, module in pairwise(modules):
         module.set_modules_to_backward_prefetch([before])
     try:
@@ -255,8 +257,8 @@ def adding_up(
 
 
 def end_gather(module: FSDPModule) -> None:
-    """Finish a gather that no pass has waited for, whose outdated weights the next unshard would
-    return. A gather that failed with another process is dropped."""
+    """Finish a gather that no pass has waited for: the next unshard would return its weights, which
+    are outdated by then. A gather that failed because another process did is dropped."""
     for group in _groups(module):
         try:
             group.wait_for_unshard()
@@ -266,7 +268,8 @@ def end_gather(module: FSDPModule) -> None:
 
 def _fill_sums(module: FSDPModule) -> None:
     """If one trained parameter of a module has a float32 gradient sum, give all of them one: FSDP2
-    reduces no mixture of dtypes. With one chunk only the head has sums, over tiles of logits."""
+    reduces no mixture of dtypes. In a plan of one chunk only the head has sums, of the
+    gradients of its tiles of logits."""
     own = [p for p in _divided(module) if hasattr(p, "_unsharded_param")]
     if all(p.unsharded_accumulated_grad is None for p in own):
         return

@@ -206,7 +206,8 @@ def ranks_given(
     offloads: bool = False,
 ) -> Ranks | None:
     """Return the ranks of an engine; None for a single process that does not offload weights.
-    Raises ConfigError if `ranks` and `process_group` are given, or neither and `offloads`."""
+    Raises ConfigError if both `ranks` and `process_group` are given, or if the engine `offloads`
+    weights and neither is given."""
     if ranks is not None and process_group is not None:
         raise ConfigError(
             given="ranks and a process_group",

@@ -230,13 +230,13 @@ class Links:
 
 
 def late_posts(plan: ChunkPlan, rank: int) -> dict[int, list[int]]:
-    """Return action number -> ranks whose receives are posted before that action. The receive of an
-    activation is posted before the last pass ahead of its Recv, unless its message depends on that
-    pass. Other receives are not in the result: they are posted when they are needed.
+    """Return, by action number, the ranks from which a receive is posted before the action. The
+    receive of an activation is posted before the last pass ahead of its Recv, unless the message
+    depends on that pass. Other receives are not in the result: they are posted when needed.
 
-    A pass may have to wait for receives posted before it, but no circle of waits can arise:
-    activations go up the pipeline, so a circle would lead back through gradients, whose receives
-    are not posted early. If they were, two neighbours could each wait for the other's next message.
+    A pass may have to wait for receives posted before it, but waits cannot form a circle.
+    Activations go up the pipeline, so a circle would need a gradient whose receive is posted early.
+    With such receives, two neighbours could each wait for the other's next message.
     """
     found: dict[int, list[int]] = {}
     needs = _last_needed(plan, rank)
@@ -252,10 +252,10 @@ def late_posts(plan: ChunkPlan, rank: int) -> dict[int, list[int]]:
 
 
 def _last_needed(plan: ChunkPlan, rank: int) -> dict[int, int]:
-    """Return for each Recv of `rank` the number of the last action of `rank` on which its message
-    depends, or -1. That action is a Send: dependencies are followed through the lists of other
-    ranks. Collectives add none: those between the first and the last pass come before a stage's
-    last Backward, which needs every message to its ranks anyway."""
+    """Return for each Recv of `rank` the number of the last Send of `rank` on which the message
+    depends, or -1 if there is none. Dependencies are followed through the lists of other ranks.
+    Collectives need not be followed: those between the first and the last pass come before a
+    stage's last Backward, which needs every message to its ranks anyway."""
     needs: dict[int, int] = {}
     sent: dict[tuple[Payload, int, int], int] = {}
     """Message that has been sent -> last action of `rank` that it depends on."""
