@@ -166,7 +166,8 @@ class Grid:
                 yield at, self.actions[at], self.cells[at]
 
     def columns(self) -> Iterator[tuple[Sequence[int], list[int]]]:
-        """Yield (parents of the pieces, cells of the pieces) of each stage of each cut sequence."""
+        """Yield (parents, cells) for each stage of each cut sequence: the piece that each of its
+        pieces continues, and the cell of each piece."""
         for seq_id, group in self.plan.groups.items():
             for row in range(0, len(self.forward), self.num_chunks):
                 yield self.parents[seq_id], [row + chunk for chunk in group]
@@ -218,8 +219,9 @@ def _odd_fields(plan: ChunkPlan) -> Iterator[str]:
 
 
 def _uncovered(plan: ChunkPlan) -> Breaks:
-    """Yield violations of I1: the slices of each sequence tile it, and no sequence is missing. A
-    rank has a chunk without slices only to join passes, or the Reduce if it has no other chunk."""
+    """Yield violations of I1: the slices of each sequence cover each token once, and no sequence is
+    missing. A chunk without slices is legal only if its rank needs it for collectives: for passes
+    that gather weights, or for the Reduce if it has no other chunk."""
     computed = ({a.chunk for a in own if isinstance(a, Forward)} for own in plan.actions)
     alone = {min(own) for own in computed if len(own) == 1 < len(plan.actions)}
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
@@ -248,7 +250,8 @@ def _uncovered(plan: ChunkPlan) -> Breaks:
 
 def _misplaced(plan: ChunkPlan) -> Breaks:
     """Yield violations of I2: a sequence keeps one `Place` (sequence-parallel group) of the pool.
-    In a chunk a place has at most one slice with a prefix, apart from branches that share it."""
+    In a chunk at most one slice on a place has a prefix; branches that share a prefix count as
+    one."""
     place_of: dict[int, Place] = {}
     for index, chunk in enumerate(plan.chunks):
         places = [piece.place for piece in chunk.slices]
@@ -274,8 +277,8 @@ def _misplaced(plan: ChunkPlan) -> Breaks:
 
 
 def _misgrown(plan: ChunkPlan) -> Breaks:
-    """Yield violations of I2 in branches: pieces are laid out depth-first, and none continues one
-    that shares its chunk with other branches. Only unsampled plans of one process may branch."""
+    """Yield violations of I2 in branches: pieces are laid out depth-first, and no piece continues
+    one that shares a chunk with other branches. Only unsampled plans of one process may branch."""
     pieces: dict[int, list[tuple[Slice, int]]] = defaultdict(list)
     for index, chunk in enumerate(plan.chunks):
         for piece in chunk.slices:
@@ -397,9 +400,10 @@ def _mixed_phases(grid: Grid) -> Breaks:
 
 
 def _missing_kv(grid: Grid) -> Breaks:
-    """Yield violations of I5: K,V exist when they are read. A cell that keeps only its input, or
-    its attention outputs with a RebuildKV to come, drops its K,V after the last Forward of the
-    sequence; RebuildKV makes them again. K,V of other cells exist until their Backward."""
+    """Yield violations of I5: K,V exist when they are read. Some cells drop their K,V after the
+    last Forward of the sequence, and RebuildKV makes them again: cells that keep only their input,
+    and cells with a RebuildKV that keep attention outputs. K,V of other cells exist until their
+    Backward."""
     again = {cell for _, _, cell in grid.each(RebuildKV)}
     drops = {
         cell

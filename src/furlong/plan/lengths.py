@@ -195,8 +195,8 @@ def choose_calls(
     Args:
         seq_lens: (U, n), tokens of the n sequences of each of U calls.
         shared_of: returns the number of first tokens that the two sequences of a call share. It is
-            called for few calls only: a call that has fewer tokens than another call has after
-            joining its shared prompt never needs most memory.
+            called for few calls only. The others never need most memory, since some call has at
+            least as many tokens, even if its shared prompt counts once.
         size: the chunk size of the run, if it is set.
     """
     sums, number = seq_lens.sum(axis=1), len(seq_lens)

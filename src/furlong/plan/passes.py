@@ -11,9 +11,10 @@ outputs.
 
 K,V of a cell are written by its Forward, if a later chunk reads them, and again by each RebuildKV.
 All actions of later chunks of the sequence (if it branches, of descendants) at the same stage read
-them, and the cell's Recompute and Backward need them. They are freed after the last such action
-before they are written again. With `keep="input"` and a RebuildKV that is the last Forward of the
-sequence; in a cell without a Backward it is the last reader.
+them, and the cell's Recompute and Backward need them. They are freed after the last of these
+actions or, if they are written again, after the last one before that. With `keep="input"` and a
+RebuildKV they are freed after the last Forward of the sequence. In a cell without a Backward they
+are freed after the last reader.
 
 The input of a cell after the first stage is allocated when the stage before delivers it. It is
 freed after the last pass that reads it, or replaced by its gradient in the cell's Backward. The
@@ -76,8 +77,8 @@ def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
 
 
 def keep_passes(made: ChunkPlan, first_rank: int, plan: ChunkPlan) -> None:
-    """Cache the passes of `plan` on the plan `made`. From rank `first_rank` on, `made` has the
-    action lists of `plan`, perhaps after some leading actions on parameters (Unshard)."""
+    """Cache the passes of `plan` on the plan `made`. The ranks of `made` from `first_rank` on have
+    the action lists of `plan`, perhaps after some actions on parameters (Unshard)."""
     known: dict[int, tuple[Pass, ...]] = vars(made).setdefault("_passes", {})
     for rank, actions in enumerate(plan.actions):
         ahead = len(made.actions[first_rank + rank]) - len(actions)

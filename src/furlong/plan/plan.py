@@ -121,8 +121,8 @@ class Chunk:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the chunk has no slices, and is there only for collectives: for passes of other
-        ranks (see `ChunkPlan.regathers`), or for the Reduce of a rank without another chunk."""
+        """Whether the chunk has no slices. Its rank has it only to join collectives: passes of
+        other ranks (see `ChunkPlan.regathers`), or the Reduce if the rank has no other chunk."""
         return not self.slices
 
 
@@ -339,7 +339,8 @@ class ChunkPlan:
 
     @cached_property
     def _behind(self) -> dict[int, dict[int, int]]:
-        """Position ids in sequences that branch: seq_id -> {stop of a slice: id of next token}."""
+        """Position ids in sequences that branch: seq_id -> {stop of a slice: position id of a token
+        that continues it}."""
         behind: dict[int, dict[int, int]] = {}
         for seq_id in self.trees:
             own = behind[seq_id] = {0: 0}

@@ -1,11 +1,12 @@
 """The rows of a chunk on each process, before and after the all-to-alls of sequence parallelism.
 
-A place is the sequence-parallel group of a slice. A level is one of the places that a process is
-in, with the rows of all slices of a chunk on this place, concatenated. Before the exchange (an
+A place is the sequence-parallel group of a slice. A process is in one place of each size. Its level
+on a place is the rows of all slices of a chunk there, concatenated. Before the exchange (an
 all-to-all) each process of the place has an equal part of these rows with all heads; after it, all
 rows with its part of the heads. If the place has more processes than the heads can be divided
-among, it consists of inner places of equal size: queries are exchanged within an inner place, keys
-and values gathered from the whole place. Inputs, attention, messages and losses all use these rows.
+among, it consists of equal subgroups (inner places): queries are exchanged within a subgroup, and
+keys and values gathered from the whole place. Inputs, attention, messages and losses all use these
+rows.
 
     s  processes of the place;  u  processes that divide the heads;  c = s / u  inner places
 """
@@ -27,16 +28,16 @@ RowRun = tuple[int, int, int]
 @cache
 def inner_size(size: int, num_heads: int, num_kv_heads: int) -> int:
     """Return the number of processes in each subgroup (inner place) of a sequence-parallel group of
-    `size`: the most that can divide the query heads, with whole K,V heads on each process or one
-    K,V head shared by several. Each of the size / inner subgroups computes attention for its part
-    of the rows, to K,V gathered from the whole group."""
+    `size`. It is the largest that divides the query heads evenly, with whole K,V heads on each
+    process or one K,V head shared by several. Each subgroup computes attention for its part of the
+    rows, to K,V gathered from the whole group."""
     fitting = (n for n in range(gcd(size, num_heads), 1, -1) if gcd(size, num_heads) % n == 0)
     return next((n for n in fitting if num_kv_heads % n == 0 or n % num_kv_heads == 0), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive tokens of a slice: rows [start, stop) of the query rows of a `Level`."""
+    """Consecutive tokens of a slice, as rows [start, stop) of the query rows of a `Level`."""
 
     start: int
     stop: int
@@ -61,7 +62,8 @@ class PlacedSlice:
 
     @property
     def num_pairs(self) -> int:
-        """About twice the number of query-key pairs of the slice, over all processes."""
+        """About twice the number of query-key pairs of the slice, over all processes: a measure of
+        its work."""
         num_tokens = self.keys[1] - self.keys[0]
         return num_tokens * (2 * self.start + num_tokens)
 
@@ -98,7 +100,8 @@ class Level:
 
     @cached_property
     def inner_rows(self) -> tuple[int, ...]:
-        """Number of rows of each inner place (subgroup that divides the heads)."""
+        """Number of rows of each inner place (subgroup that divides the heads), summed over its
+        processes."""
         u = self.inner_size
         return tuple(sum(self.shares[b * u : (b + 1) * u]) for b in range(self.num_inner))
 
@@ -137,12 +140,13 @@ class ChunkRows:
         return next((level for level in self.levels if level.size == 1), None)
 
     def runs(self) -> Iterator[tuple[RowRun, int]]:
-        """Yield ((seq_id, start, stop), row of the first token) for each run of tokens."""
+        """Yield ((seq_id, start, stop), its first row) for each run of consecutive tokens."""
         return _with_rows(self.tokens)
 
 
 def _with_rows(runs: Iterable[RowRun]) -> Iterator[tuple[RowRun, int]]:
-    """Yield (run, row of its first token) for each run of tokens, if the runs are concatenated."""
+    """Yield (run, its first row) for each run; the rows of `runs` follow one another from row 0
+    on."""
     row = 0
     for run in runs:
         yield run, row
@@ -178,8 +182,9 @@ def _level(
     slices: Sequence[tuple[int, Slice]], size: int, u: int, member: int, row: int,
     position: Callable[[Slice], int],
 ) -> tuple[Level, list[RowRun]]:  # fmt: skip
-    """Return the level of `slices` for process `member` of a group of `size`, in rows from `row`
-    on, and the runs of its tokens before the exchange. `u`: processes that divide the heads."""
+    """Return (level, token runs) of `slices` for process `member` of a group of `size`. The level
+    begins at row `row` of the process; the runs are the tokens that the process has before the
+    exchange. `u`: processes that divide the heads."""
     num_inner, own_inner = size // u, member // u
     inners = [_inner_runs([piece for _, piece in slices], b, num_inner) for b in range(num_inner)]
     totals = [sum(stop - start for _, start, stop in runs) for runs in inners]
@@ -235,8 +240,8 @@ def _placed(
 
 
 def _key_runs(inners: Sequence[Sequence[RowRun]]) -> tuple[RowRun, ...]:
-    """Return the rows of the keys of all tokens in token order, as runs (inner place, start, stop).
-    `inners`: the query tokens of each inner place, in row order."""
+    """Return where the keys of all tokens are, in token order, as runs (inner place, start, stop)
+    of rows of the inner place. `inners`: the query tokens of each inner place, in row order."""
     found = sorted(
         ((at, start), (inner, row, row + stop - start))
         for inner, runs in enumerate(inners)

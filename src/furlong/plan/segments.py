@@ -24,7 +24,7 @@ per call would be a fifth of the call."""
 
 
 def row_step(device_type: str, sp_size: int = 1) -> int:
-    """Return the step, in tokens, at whose multiples slices on `sp_size` processes begin."""
+    """Return the step in tokens: slices on `sp_size` processes begin at its multiples."""
     return KERNEL_STEP * sp_size if device_type == "cuda" else 1
 
 
@@ -99,8 +99,8 @@ class StoredTokens:
         return found
 
     def seen_from(self, piece: int, window: int | None) -> tuple[range, ...]:
-        """Return the ranges of stored tokens, ascending, that piece `piece` attends to before its
-        first token. `window`: the layer's sliding window."""
+        """Return the ranges of stored tokens of earlier pieces, ascending, to which piece `piece`
+        attends. `window`: the layer's sliding window."""
         runs: list[range] = [range(self.offsets[piece])]
         if self.tree is not None:
             runs = _joined(self.of_piece(earlier) for earlier in self.tree.path(piece))

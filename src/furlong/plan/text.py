@@ -1,9 +1,9 @@
-"""Plans as text: short forms that parse back, JSON, and a page for a person.
+"""Plans as text: short forms that parse back, JSON, and a readable page.
 
     F3.0 kv           Forward of chunk 3 at stage 0, keeping its K,V
     F3.0 all l2       ... keeping its graph, two layers of it checkpointed
     R3.0 l2           Recompute
-    B3.0 a16 c8.5     Backward with loss factor 16 and relay factor 8.5 (left out where 1)
+    B3.0 a16 c8.5     Backward with factor 16 of its loss and 8.5 of dK,dV (1 is left out)
     K3.0              RebuildKV
     send activation 3.0 to 1, recv gradient 3.0 from 1
     unshard 0, reshard 0, reduce 0

@@ -6,12 +6,12 @@
 Each candidate has two closed forms: `TimeEstimate`, an estimate of its seconds, and `ByteBound`, a
 lower bound on the bytes of the longest sequence. Options that the user has given are fixed. Options
 are skipped if they are dominated (another candidate takes less time and no more memory), or if
-their plans have more (chunk, stage) cells than can be simulated. If whole graphs (keep="all") fit
-in memory chunk-first, they are not offered layer-first, which computes and overlaps as much, and
-only holds dK,dV of fewer layers at a time.
+their plans have more (chunk, stage) cells than can be simulated. If keep="all" (whole graphs) fits
+in memory chunk-first, it is not tried layer-first, which takes as long, and only holds dK,dV of
+fewer layers at a time.
 
-With sampling, times are predicted for one draw, the same for all candidates; but memory must hold
-the exact plan, since any draw may include all chunks.
+With sampling (only drawn chunks have a backward) times are predicted for one draw, the same for all
+candidates. Memory must hold the plan without sampling, as a draw may include all chunks.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
 
 
 def chunks(asked: Space, method: str = CHUNKS, **fixed: Any) -> Iterator[Candidate]:
-    """Yield candidates with chunk options for the question and layout `asked`, by rising estimated
-    time. `method`: name of the published system whose plans have the options `fixed`; nothing is
-    yielded if the user has set one of these options to another value."""
+    """Yield candidates with chunk options for `asked` (a question in one layout of devices), by
+    rising estimated time. `method`: name of the published system whose plans have the options
+    `fixed`. If the user has set one of these options to another value, nothing is yielded."""
     question, layout = asked.question, asked.layout
     if any(question.options.get(name, value) != value for name, value in fixed.items()):
         return
@@ -128,8 +128,9 @@ def pairs(space: Space) -> Iterator[Candidate]:
 
     Between the phases memory holds the kept tensors of both sequences. From keep="attention"
     (recomputes no attention) over "kv" (recomputes attention) to "input" (recomputes all forwards)
-    memory falls, whatever the lengths are. All candidates are simulated, as there are few. A shared
-    prompt of a chunk or more is planned once, so chunk size decides which call needs most.
+    memory falls, whatever the lengths are. All candidates are simulated, as there are few. Which
+    call needs most depends on chunk size: a prompt that both sequences share is planned once, if it
+    fills a chunk.
     """
     question, model, num_layers = space.question, space.model, space.model.shape.num_layers
     given, found = question.options, []
@@ -158,9 +159,11 @@ def _plan_call(question: Question, options: ChunkOptions, seq_lens: Sequence[int
 
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:
-    """Return lower bounds on the bytes of a device, one per case that may need most: the longest
-    sequence and, if a step has more chunks, another one; in a pipeline the first and the last
-    stage; with `reshard` the whole batch with the longest sequence, and that with most tokens."""
+    """Return lower bounds on the bytes that a device needs in chunks of `size` tokens, one for each
+    case that may need most. Without a pipeline: the longest sequence, and a later sequence, which
+    runs when all gradients are in memory. In a pipeline: the first stage and the last. With
+    `reshard` and no pipeline: the replica with the longest sequence, and the replica with most
+    tokens."""
     layout, stages = space.layout, space.stages
     if space.question.given.get("reshard") and not stages:
         replicas = space.whole or [own for step in space.dealt for own in step]
@@ -245,8 +248,9 @@ def options_of(space: Space, size: int) -> Iterator[ChunkOptions]:
 
 def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
     """Yield the option values of each order to try: chunk-first ({}), then layer-first with stages
-    of 1, 2, 4, ... and all layers. In one stage layer-first equals chunk-first, except that
-    keep="input" need not rebuild K,V. A pipeline has stages already and is chunk-first."""
+    of 1, 2, 4, ... and all layers. With all layers in one stage, layer-first runs the same actions
+    as chunk-first, but with keep="input" it stores K,V, which chunk-first rebuilds. A pipeline has
+    stages already and is chunk-first."""
     given, num_layers = space.question.options, space.model.shape.num_layers
     order, reshards = given.get("order"), given.get("reshard", False)
     if "stage_layers" in given or (reshards and not space.stages):
@@ -291,7 +295,8 @@ def _not_in_stages(space: Space, reshards: bool) -> ConfigError:
 
 def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple[Keep, int]]:
     """Yield (keep, num_retained) to try. One retained graph costs no memory, as the running chunk
-    has a graph anyway. Layer-first retains graphs at the last stage only, so more gain little."""
+    has a graph anyway. Layer-first retains graphs at the last stage only, so a second graph gains
+    little there, and is not tried."""
     given = space.question.options
     numbers = [1] if layer_first else [1, *(n for n in _RETAINED if n < num_chunks)]
     if "num_retained" in given:
@@ -334,10 +339,11 @@ def _offload(
 
 
 def longest_step(space: Space, size: int) -> list[int]:
-    """Return the sequence lengths of one replica's step that needs most memory: the longest
-    sequence, and one that fills its last chunk. In a pipeline, sequences follow whose chunks are in
-    memory at the same time. Without one, if a step has more tokens than a chunk, another sequence
-    follows, which runs with all gradients in memory."""
+    """Return the sequence lengths of one replica's step that needs most memory in chunks of `size`
+    tokens. The longest sequence comes first, then one that fills the rest of its last chunk. In a
+    pipeline, sequences follow whose chunks are in memory at the same time. Without a pipeline, if a
+    step has more tokens than a chunk, one more sequence follows; when it runs, all gradients are in
+    memory."""
     question, has_more = space.question, space.most_tokens > size
     longest, tokens = question.longest, question.size.tokens
     left = (-(-(question.size.sequences or 0) // space.layout.dp) - 1) * longest
@@ -353,9 +359,10 @@ def longest_step(space: Space, size: int) -> list[int]:
 
 
 def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int], set[int]]:
-    """Return {first stage of a kind: number of its stages}, and the stages whose actions to list.
-    Stages of one kind have equal layers and head. The stages to list are the first of each kind and
-    the stage after it, which sends gradients to it."""
+    """Return {first stage of each kind: number of stages of the kind}, and a set of stages. Stages
+    of one kind have equal layers and head, and so take equal time. The set has the first stage of
+    each kind and the stage after it, which sends gradients to it: estimates need the actions of
+    these only."""
     alike = first_alike(shape, stages)
     # the first stage is a kind of its own: its inputs are token ids, which take no memory
     count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
@@ -435,8 +442,8 @@ class TimeEstimate:
         passes. The result is the larger of two times: that of the slowest stage, with filling and
         draining by the others; and that of the last stage, with its waits for the forwards of each
         group of chunks. Forwards of a group arrive at the pace of the slowest stage. In all groups
-        but the first of a step, each of the second to the S-th forward waits for a backward of the
-        group before instead. Recomputation waits for nothing.
+        but the first of a step, the second to the S-th forward arrive later: each waits for a
+        backward of the previous group. Recomputation waits for nothing.
         """
         num_chunks, num_groups = len(self._behind), len(self._group_sizes)
         forward_s = passes_s[:, 0] / num_chunks
@@ -526,8 +533,10 @@ class TimeEstimate:
 class ByteBound:
     """Lower bound on the bytes that the longest sequence alone takes, in chunks of one size.
 
-    It is the maximum over three moments: the last stage's first backward, with all kept tensors in
-    memory; its second, with its gradients too; and the first stage's, with all stages' gradients.
+    It is the maximum over several backwards. In the first one of the last stage all kept tensors
+    are in memory; in the second one the gradients of the stage are, too; in one of the first stage
+    the gradients of all stages are. If K,V are offloaded, a later one of the last stage counts,
+    too.
     """
 
     def __init__(
@@ -545,10 +554,11 @@ class ByteBound:
         has_gradients: bool = False,
     ) -> None:
         """`longest`, `size`: tokens of the longest sequence and of a chunk; `others`: tokens of
-        short sequences in its last chunk; `stage`: the device's stage in a pipeline of `stages`;
-        `ahead_tokens`: tokens of other sequences that have run forward on this stage before;
-        `beside_tokens`: other tokens of the replica's step, if each stage runs for the whole step
-        (`reshard`); `has_gradients`: whether an earlier chunk has made all gradients."""
+        short sequences in the last chunk of the longest; `stage`: the device's stage in a pipeline
+        of `stages`; `ahead_tokens`: tokens of other sequences that have run forward on this stage
+        before; `beside_tokens`: other tokens of the replica's step, if each stage runs for the
+        whole step (`reshard`); `has_gradients`: whether all gradients are in memory from the start,
+        made by an earlier chunk."""
         memory, shape, sp_size = model.memory(), model.shape, layout.sp
         self._memory, self._size = memory, max(1, size // sp_size)
         self._stages, self._stage, self._ahead_tokens = stages, stage, ahead_tokens
@@ -634,8 +644,8 @@ class ByteBound:
         self, options: ChunkOptions, current: int, *, done: int, num_hot: int = NUM_HOT
     ) -> Needs:
         """Return the bytes in each memory during the last stage's backward of a chunk of `current`
-        tokens, after backwards of `done` tokens. `num_hot`: number of newest segments of K,V
-        gradients that stay on the device if K,V are offloaded."""
+        tokens, after backwards of `done` tokens. `num_hot`: if K,V are offloaded, number of newest
+        segments (blocks of tokens) whose K,V gradients stay on the device."""
         num_layers, tokens = self._num_layers, self._stored + self._last
         stages = stages_of(num_layers, options)
         cell, num_below = self._cell(stages), len(stages) - 1

@@ -15,7 +15,8 @@ Algorithm 1 puts a sequence of exactly `size` tokens into no list; here it is sh
 chunks 4 to 6 run twice, not 3. The paper gives no algorithm for state-aware 1F1B; the rule here
 gives the bubbles of its Figures 2 and 7 exactly (Eq. 1, where recomputation counts as bubble),
 57.14 and 60 %. For Figure 6 it gives 45.45 % (K = 1) and 42.86 % (K = 2), where 54.1 and 47.8 are
-printed: longest sequences first, and a recompute as soon as a stage is free, leave less idle time.
+printed: it leaves less idle time, as the longest sequences come first, and a stage recomputes once
+it is free.
 
 Differences to the paper: `size` and `num_retained` are searched with the cost model, where the
 paper runs a grid of them; the order of Figure 6 (above). As in the paper, the last piece of a

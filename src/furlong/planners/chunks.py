@@ -86,9 +86,9 @@ def split_equal_work(
 ) -> list[Slice]:  # fmt: skip
     """Cut one sequence into pieces of about equal cost.
 
-    The first x tokens cost f(x) = quadratic * x^2 + linear * x (attention, and all else), and piece
-    j of n stops where f(x) = j / n * f(seq_len), as in InfiniPipe's mesh and in Seq1F1B. By default
-    pieces have equal tokens. Bounds are rounded to multiples of `step`, or to tokens if the
+    The first x tokens cost f(x) = quadratic * x^2 + linear * x (terms of attention, and of all
+    else). Piece j of n stops where f(x) = j / n * f(seq_len), as in InfiniPipe and Seq1F1B. By
+    default pieces have equal tokens. Bounds are rounded to multiples of `step`, or to tokens if the
     sequence is too short for that. A sequence with fewer tokens than slices gets fewer slices.
     """
     count = min(num_slices, seq_len)
@@ -110,9 +110,9 @@ def pack(
 ) -> list[list[int]]:
     """Pack sequences into bins of `chunk_size` tokens, and return the seq_ids of each bin.
 
-    Best fit, longest first. ChunkFlow tries rising numbers of bins until a packing succeeds; a
-    single pass that opens a bin only if no open one has room finds the same number, as it would
-    have failed with fewer bins.
+    Best fit, longest first: a bin is opened only if no open one has room. ChunkFlow instead tries
+    rising numbers of bins until a packing succeeds. The number of bins is the same, as best fit
+    would fail with fewer.
 
     Args:
         seq_lens: seq_id -> tokens.
@@ -150,9 +150,9 @@ it; branches are laid out depth-first."""
 def branch_chunks(
     seq_id: int, seq_len: int, forks: Sequence[tuple[int, int]], chunk_size: int
 ) -> list[Chunk]:
-    """Return the chunks of a sequence that branches, in the order of their first tokens. Short
-    branches of one parent are packed together if no other tokens continue them. `forks`: (first
-    token, end of the parent) of each branch."""
+    """Return the chunks of a sequence that branches, in the order of their first tokens. Branches
+    that start from the same token, fit in a chunk and are not continued themselves are packed
+    together. `forks`: for each branch (its first token, end of the piece that it continues)."""
     parents = dict(forks)
     cuts = sorted({0, seq_len, *parents, *parents.values()})
     stretches = [(start, stop, parents.get(start)) for start, stop in pairwise(cuts)]
@@ -305,9 +305,9 @@ def chunk_by_chunk(
     sp_size: int = 1,
     recompute_layers: int = 0,
 ) -> ChunkPlan:
-    """Return an unchecked plan in which each chunk's Backward follows its Forward; replica d is
-    rank d. `replicas`: chunks of each; `recompute_layers`: number of first layers that are
-    checkpointed."""
+    """Return a plan in which each chunk's Backward follows its Forward; `plan.check` does not run.
+    `replicas[d]`: chunks of replica d, which is rank d; `recompute_layers`: number of first layers
+    that are checkpointed."""
     chunks: list[Chunk] = []
     lists: list[tuple[Action, ...]] = []
     for own in replicas:

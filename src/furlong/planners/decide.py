@@ -71,12 +71,13 @@ class Longest:
 def longest_sequence(
     answer: Answer, *, start: int = 1024, num_positions: int | None = None
 ) -> Longest:
-    """Find the longest sequence that fits in memory, within 1 % or one token: with the answer's
-    chunk options (for evaluations) or, if the user has named a method, with its plans.
+    """Find the longest sequence that fits in memory, within 1 % or one token. A sequence fits if a
+    plan with the answer's chunk options fits or, if the user has named a method, a plan of this
+    method.
 
-    `start`: length to try first; `num_positions`: the model's positions; None: unknown. One replica
-    is planned; the others share its state and need less. Bytes are piecewise linear in tokens with
-    few bends, so a few plans suffice.
+    `start`: length to try first; `num_positions`: the model's positions; None: unknown. Only the
+    replica that has the sequence is planned, as the others need less. Bytes are piecewise linear in
+    tokens with few bends, so a few plans suffice.
     """
     best, space = answer.best, replace(answer.best.space, beat_s=inf)
     question, memory, limits = space.question, space.model.memory(), space.question.limits
@@ -87,8 +88,8 @@ def longest_sequence(
         plans += [own.plan_of for own in candidates_of(best.method)(space)]
 
     def room(num_tokens: int) -> tuple[float, int]:
-        """Return, for sequences of `num_tokens`, the share of its limit by which the fullest memory
-        exceeds the limit (negative: bytes are free), and the number of actions of a rank."""
+        """Return (excess, number of actions of a rank) for sequences of `num_tokens`. The excess is
+        that of the fullest memory, as a share of its limit; it is negative if bytes are free."""
         least, actions = inf, 0
         for plan_of in plans:
             with suppress(PlanError, UserError):
@@ -193,13 +194,13 @@ def decide(
 ) -> Decision:
     """Return the options and the layout of a run over sequences of these lengths.
 
-    `question`: the run's model, devices and given options, without steps. If it has `calls`, which
-    run in two phases on one device (`choose_calls`), the first of them are timed, and all must fit
-    in memory. `size`: size of a step. `longest`: tokens of the data's longest sequence, if it is
-    not among `lengths`. `steps`: tokens of each sequence of the steps to time; None: drawn as in a
-    run. If no plan is predicted to fit, small chunks that keep K,V are chosen, and the text says
-    so; with `must_fit` ConfigError is raised instead. Its advice assumes a fixed number of devices
-    if `alone`. `tell`, `may_cut_short`: see `search`.
+    `question`: the run's model, devices and given options, without steps. In a run on pairs its
+    `calls` (`choose_calls`) run in two phases on one device: the first of them are timed, and all
+    must fit in memory. `size`: size of a step. `longest`: tokens of the data's longest sequence, if
+    it is not among `lengths`. `steps`: tokens of each sequence of the steps to time; None: drawn as
+    in a run. If no plan is predicted to fit, the decision has small chunks that keep K,V, and its
+    text says so; with `must_fit` ConfigError is raised instead. `alone`: whether advice on memory
+    assumes a fixed number of devices. `tell`, `may_cut_short`: see `search`.
     """
     calls, limits, num_devices = question.calls, question.limits, question.num_devices
     if calls:
@@ -261,8 +262,9 @@ def sample_steps(
 
     Returns as many whole steps as the limit on tokens allows. If the first step is too large, it
     returns some of its sequences, evenly spaced by length, at least one per device. With several
-    devices there are several steps, since a single sequence may decide the time of a step. For a
-    size in tokens, the returned size has the mean number of sequences."""
+    devices there are several steps, since a single sequence may decide the time of a step. If
+    `size` bounds the tokens of a step, the returned size has the mean number of sequences.
+    """
     least, most = _MIN_STEPS if num_devices > 1 else 1, max(_MAX_SEQUENCES, num_devices)
     most_tokens = _MAX_TOKENS * min(num_devices, _MOST_TIMES)
     if size.sequences is not None:
@@ -335,8 +337,9 @@ def with_keep(
 
 
 def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
-    """Return the peak bytes of a plan in two phases in each memory, without weights, gradients and
-    optimizer, but with the final hidden states that it returns, and their gradient."""
+    """Return the peak bytes of a plan in two phases in each memory, without the state (weights,
+    gradients, optimizer), but with the final hidden states that the plan returns, and the gradient
+    of these."""
     curve = memory.curve(plan, 0)
     columns = [index for index, part in enumerate(PARTS) if part not in STATE]
     per_token = 2 * memory.shape.hidden_size * memory.training.compute_bytes
@@ -345,8 +348,9 @@ def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
 
 
 def model_of_run(model: CostModel, decision: Decision) -> CostModel:
-    """Return the cost model for the plans of a run, which list all replicas (the search plans one).
-    If `decision` says so, weights are in CPU memory, or gathered in each pass of a pipeline."""
+    """Return the cost model for plans of all replicas, as a run makes them (a search plans one
+    replica). Depending on `decision`, weights are in CPU memory, or each pass of a pipeline gathers
+    them."""
     if decision.offload_weights:
         model = replace(model, training=model.training.offloading())
     asked = Question([(1,)], model, Limits(0), given={"reshard": decision.options.reshard})

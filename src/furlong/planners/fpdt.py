@@ -9,17 +9,18 @@ of one layer.
 
 A copy is hidden if a chunk has at least e g Phi / (2 B) tokens (e bytes per element, g the share of
 K,V heads, Phi FLOP/s, B bytes/s of the link): about 8,000 for bfloat16 on an A100 with 25 GB/s, and
-twice as many for diagonal blocks. The paper uses 64K tokens over all devices without a reason; here
-the size is searched with the cost model.
+twice as many where a chunk attends to its own K,V (half the FLOPs). The paper uses 64K tokens over
+all devices without a reason; here the size is searched with the cost model.
 
 Differences to the paper: its backward has an outer loop over K,V chunks, ascending, and an inner
-loop over queries. Here chunks descend, as everywhere: gradients are the same, and grouped heads
-save loads in the backward, too. A layer's forward is computed once more in its backward, from its
-input. Offload is chosen only for what does not fit. The FFN runs in the chunks of attention, where
-the paper has twice as many: with 4M tokens of an 8B model on eight A100, in chunks of 64K, a
-layer's graph is 1.9 of 68 GiB (predicted), so halving the FFN would save a hundredth at most;
-chunks of 32K save as much for 3 % of the time. Errata of the code: its path without offloading
-gives dK,dV the shape of q, which breaks grouped heads; its loss takes log(softmax).
+loop over queries. Here chunks descend, as everywhere: gradients are the same, and with grouped
+heads (few K,V heads) the backward loads less, too. A layer's forward is computed once more in its
+backward, from its input. Offload is chosen only for what does not fit. The FFN runs in the chunks
+of attention, where the paper has twice as many: with 4M tokens of an 8B model on eight A100, in
+chunks of 64K, a layer's graph is 1.9 of 68 GiB (predicted), so halving the FFN would save a
+hundredth at most; chunks of 32K save as much for 3 % of the time. Errata of the code: its path
+without offloading gives dK,dV the shape of q, which breaks grouped heads; its loss takes
+log(softmax).
 """
 
 from __future__ import annotations

@@ -19,14 +19,15 @@ Differences to the paper: layers are chosen greedily, not by an integer program.
 memory simulation, instead of Eqs. 5 to 10, and seconds from the cost model; only for the mesh is
 the paper's form a1 x^2 + a2 x (Eqs. 1 and 4) fitted to the cost model.
 
-Errata: the window of Eq. 7 is one chunk more than the forwards ahead. Eq. 11 divides its time by
-the sequence-parallel degree, though it is that of one stage already. As printed, the threshold of
-Algorithm 1 can fall, so that its loop never ends. Here it is only raised, over buckets that have
-room, and by at most a tenth; then a new bucket is opened. (As printed, buckets of tails grow by
-half in time; with the bound, simulated steps take 1 to 2.5 % less.) The last slice of a sequence
-counts as its tail also if the mesh fits exactly, so that its K,V have no reader.
+Errata: the window of Eq. 7 (chunks that a stage holds) is one more than the forwards ahead. Eq. 11
+divides its time by the sequence-parallel degree, though it is that of one stage already. As
+printed, the threshold of Algorithm 1 can fall, so that its loop never ends. Here it only rises,
+until a bucket with room for the tokens can take the sequence, and by at most a tenth; beyond that a
+new bucket is opened. (As printed, buckets of tails grow by half in time; with the bound, simulated
+steps take 1 to 2.5 % less.) The last slice of a sequence counts as its tail also if the mesh fits
+exactly, so that its K,V have no reader.
 
-    P stages, K chunks, D = K + P - 1 diagonals of a pipeline, R rows of `Loads`
+    P stages, K chunks, D = K + P - 1 diagonals of a pipeline, R rows of `Loads` (actions)
 """
 
 from __future__ import annotations
@@ -244,7 +245,8 @@ class _Cut:
 
     @cached_property
     def _chunks(self) -> ChunkPlan:
-        """A plan of the chunks without actions; plans with actions share what is cached on it."""
+        """A plan of the chunks without actions. Plans that add actions to it share its cached
+        properties."""
         return self._in_a_row([])
 
     def _in_a_row(self, pipelines: Sequence[GroupsOfPipeline]) -> ChunkPlan:
@@ -281,11 +283,12 @@ class _Cut:
 
     def _pipelines(self, spare_bytes: int) -> list[GroupsOfPipeline] | None:
         """Return the division of the groups of chunks into pipelines that has the least overhead,
-        or None if none fits with `spare_bytes` free. The overhead of a pipeline is its warm-up and
-        cool-down, and a forward of each recomputed layer (Eq. 13).
+        or None if no division fits with `spare_bytes` free. The overhead of a pipeline is its
+        warm-up and cool-down, and a forward of each recomputed layer (Eq. 13).
 
-        `found[n]` is the best division of the first n groups, and (start, stop) an edge of the
-        shortest path. Only edges between groups of markedly different numbers of chunks are tried.
+        A division is a path: its edges (start, stop) are pipelines of groups start to stop - 1, and
+        `found[n]` is the best division of the first n groups. A pipeline may start only at the
+        first group, or where groups have at most half as many chunks as at the previous such place.
         """
         batch, groups, stages = self.batch, self.groups, self.batch.stages
         cells_s = batch.model.cell_seconds(
@@ -396,9 +399,9 @@ class Loads:
     def least_sum(self) -> float:
         """Lower bound on the number of layers to recompute, summed over all diagonals.
 
-        Each row alone needs the fewest layers that save its excess bytes, taken first from the
-        kinds that save most per layer. The numbers of rows that share no kind add up. The bound is
-        the largest such sum, by dynamic programming over the kinds.
+        A single row needs the fewest layers that save its excess bytes, taken first from the kinds
+        that save most per layer. Rows without a common kind need the sum of their layers. The bound
+        is the largest such sum, by dynamic programming over the kinds.
         """
         most = self.counts * self.heights[:, None]
         order = np.argsort(-self.saved_bytes / self.counts, axis=1)
@@ -540,7 +543,8 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
     felt = np.ascontiguousarray(felt.T)
 
     def weigh(touched: NDArray[np.bool_]) -> None:
-        """Update `reliefs` in touched rows that lack bytes, or did before, and its sums `gains`."""
+        """Update `reliefs` in `touched` rows that lack bytes, or lacked bytes at the last update;
+        then update `gains`, the sums of `reliefs`."""
         rows = np.flatnonzero(touched & (is_weighed | (lacking > 0)))
         if not len(rows):
             return
@@ -690,9 +694,9 @@ def pack_balanced(
 def fit_work(
     model: CostModel, longest: int, num_slices: int, stages: tuple[int, ...], sp_size: int = 1
 ) -> SliceWork:
-    """Return the paper's a1 and a2, fitted to the slowest stage's seconds of forward and backward
-    on about `num_slices` equal pieces of a sequence of `longest` tokens, since efficiency depends
-    on their size. A fixed cost per chunk is fitted, too, and dropped."""
+    """Return the paper's a1 and a2, fitted to the slowest stage's seconds of forward and backward.
+    Efficiency depends on the size of pieces, so a sequence of `longest` tokens is timed in about
+    `num_slices` equal pieces. A fixed cost per chunk is fitted, too, and dropped."""
     from scipy.optimize import nnls  # half a second to import
 
     slices = []

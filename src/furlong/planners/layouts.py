@@ -32,11 +32,11 @@ def layouts(
 ) -> list[Layout]:
     """Return all layouts of `num_devices` that the model supports, with the given sizes.
 
-    An sp group whose size divides the query heads uses Ulysses. Other sp sizes, which gather K,V,
-    come last; without `gathers` they are returned only if the given sizes leave no other. Recurrent
-    layers need sp 1. A pipeline has at most as many stages as layers, and only one if layers need
-    more than the output of the layer before. `replicate`: a divisor of dp (`require_replicate`).
-    Raises ConfigError, which shows the arithmetic, if no layout is left.
+    An sp group whose size divides the query heads uses Ulysses. With any other size a group gathers
+    K,V: such layouts come last and, without `gathers`, are returned only if the given sizes allow
+    no others. Recurrent layers need sp 1. A pipeline has at most as many stages as layers, and only
+    one if layers need more than the output of the layer before. `replicate`: a divisor of dp
+    (`require_replicate`). Raises ConfigError, which shows the arithmetic, if no layout is left.
     """
     found = [
         Layout(num_devices // (s * p), s, p)
@@ -69,7 +69,8 @@ def require_replicate(dp: int, replicate: int) -> None:
 
 
 def no_pools(layout: Layout, replicate: int) -> ConfigError:
-    """Return the error for a pipeline that cannot shard the weights of its stages over pools."""
+    """Return the error for a pipeline with reshard in which a stage's weights cannot be sharded
+    over the sequence-parallel group (pool) of each replica."""
     given = f"parallel.reshard = true with {layout}"
     return ConfigError(
         given=f"{given}, parallel.replicate {replicate}" if replicate > 1 else given,
@@ -81,16 +82,16 @@ def no_pools(layout: Layout, replicate: int) -> ConfigError:
 
 
 def replicate_of(layout: Layout, reshards: bool, replicate: int) -> int:
-    """Return the number of groups of processes that each hold all weights of a stage: `replicate`,
-    or dp if passes of a pipeline gather weights, as replicas do not run in lockstep: each gathers
-    in its pool."""
+    """Return the number of groups of processes that each hold all weights of a stage. This is
+    `replicate`, or dp if passes of a pipeline gather weights: replicas do not run in lockstep, so
+    each one gathers within its sequence-parallel group (pool)."""
     return layout.dp if reshards and layout.pp > 1 else replicate
 
 
 def refuse_reshard_alone(num_devices: int, replicate: int = 1, *, offloads: bool = False) -> None:
-    """Raise ConfigError if reshard is set and each group that holds all weights is one device,
-    which has nothing to gather. With weights copied from CPU memory (`offloads`) there is no
-    error."""
+    """Raise ConfigError for reshard if each of the `replicate` groups that hold all weights is one
+    device, which has nothing to gather. Reshard is allowed if weights are copied from CPU memory
+    (`offloads`)."""
     if num_devices <= replicate and not offloads:
         groups = f"{count_words(replicate, 'group')} of one device"
         raise ConfigError(

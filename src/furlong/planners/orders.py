@@ -30,11 +30,11 @@ P - 1 - s + N - 1 forwards ahead, then one forward and one backward in turn. All
 graphs; a stage holds at most P - 1 - s + N of them, its window.
 
 Two phases: F0 F1 F2 F3 | K0 K1 R2 B2 R1 B1 R0 B0 R3 B3 | reduce, where chunks 0 to 2 are one
-sequence. Between the phases K,V and the tensors named by `keep` are held for all chunks, but no
-graph.
+sequence (F forward, K rebuild K,V, R recompute, B backward). Between the phases K,V and the tensors
+named by `keep` are held for all chunks, but no graph.
 
 If a replica has p ranks, replica d becomes ranks d * p to d * p + p - 1 of the joined plan. All
-ranks of a stage join its Reduce, and under ZeRO-3 all passes.
+ranks of a stage join its Reduce and, under ZeRO-3 (each pass gathers weights), its passes.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def walk_groups(
 
 
 def _there_and_back(schedules: Sequence[Sequence[Action]]) -> tuple[list[Action], list[Action]]:
-    """Return (all forwards, all other actions with the last schedule first)."""
+    """Return two lists: the forwards of all `schedules`; all other actions, the last schedule
+    first."""
     ahead: list[Action] = [a for own in schedules for a in own if isinstance(a, Forward)]
     return ahead, [a for own in reversed(schedules) for a in own if not isinstance(a, Forward)]
 
@@ -219,7 +220,8 @@ def state_aware_lists(
 def _interleave(
     forwards: Sequence[Action], bound: Iterable[Sequence[Action]], *, num_ahead: int
 ) -> list[Action]:
-    """Return `num_ahead` forwards, then in turn the next forward and a list from `bound`."""
+    """Return the 1F1B order: `num_ahead` forwards, then in turn one more forward and the next list
+    of actions in `bound`."""
     cells = list(forwards[:num_ahead])
     for place, actions in enumerate(bound):
         cells += forwards[place + num_ahead : place + num_ahead + 1]
@@ -360,8 +362,8 @@ def plan_on_device(
 
     `groups`: chunks to use instead of those that `options` make; `forks`: branches of sequences.
     `frozen_layers`: number of first layers in which nothing is trained. Stages within these layers
-    run no recompute and no backward, except the last stage, whose backward has the loss. So a
-    chunk-first plan, which has one stage, leaves nothing out. `checked`: whether `plan.check` runs.
+    only run forward. The last stage runs backward even then, from the loss, so chunk-first plans,
+    which have one stage, ignore `frozen_layers`. `checked`: whether `plan.check` runs.
     """
     if options.reshard and options.order == "chunk-first":
         raise ConfigError(
@@ -498,12 +500,12 @@ def plan_replica(
     local_in: ModelShape | None = None,
     checked: bool = True,
 ) -> ChunkPlan:
-    """Return the plan of one replica, with chunks by `options`.
+    """Return the plan of one replica, whose sequences `options` cut into chunks.
 
     Each slice is sharded over all `sp_size` processes of the pool. If the model shape `local_in` is
-    given, whole sequences stay on one process instead, as far as FLOPs are balanced. `stages`:
-    layers of each stage of a pipeline, which runs state-aware 1F1B; without a pipeline
-    `options.order` applies. Other arguments: see `plan_on_device`.
+    given, whole sequences stay on one process instead, as far as this keeps the FLOPs of processes
+    balanced. `stages`: layers of each stage of a pipeline, which runs state-aware 1F1B; without a
+    pipeline `options.order` applies. Other arguments: see `plan_on_device`.
     """
     groups = group_chunks(seq_lens, options, forks)
     if local_in is None:
@@ -586,9 +588,9 @@ def join_kept(
     """Return the plan of a global batch, joined from the plans of its replicas (`join_replicas`)
     and from dummy plans of further replicas, up to `num_replicas`.
 
-    If a plan does not gather weights itself, they are gathered before the first chunk; replicas
-    then share no collective until gradients are reduced. Otherwise they run collectives in each
-    pass.
+    A plan that gathers no weights itself gets Unshards before its first chunk (`gathered_first`):
+    its replicas then share no collective until gradients are reduced. If passes gather weights,
+    replicas share collectives in each pass.
     """
     num_idle = num_replicas - len(plans)
     some = [*plans, *[idle_plan(plans[0])] * num_idle]

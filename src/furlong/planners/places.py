@@ -1,5 +1,5 @@
 """Planner `places` (not from a paper): whole sequences in micro-batches, each sequence on a
-sequence-parallel group of a size of its own.
+sequence-parallel group that is chosen for it.
 
 This group, the place of a sequence, is one process of a pool, or an aligned run of processes. A
 micro-batch runs on all processes at once, and is as slow as its slowest process. A setting is a
@@ -9,9 +9,9 @@ dual approximation and a greedy heuristic make divisions (the micro-batch and pl
 sequence); then tabu search improves the best of them.
 
 FlexSP (Wang et al., ASPLOS 2025) and Megatron-Core's hybrid context parallelism choose places, too:
-the former with disjoint groups per micro-batch, the latter by length alone. Here each sequence's
+FlexSP with disjoint groups per micro-batch, Megatron-Core by length alone. Here each sequence's
 place is chosen by predicted time: the loads (tokens, attended keys, ...) of sequences add up on a
-process, and one call of `pass_seconds` times many ways to place a sequence.
+process, so one call of `pass_seconds` predicts the times of many placements.
 
     F entries of a load, K sequences, Z sizes of places, P parts of a step's passes,
     M micro-batches, W processes, N sequences that are moved in one call
@@ -90,9 +90,9 @@ def plan_places(
 ) -> ChunkPlan:
     """Return a checked plan of one rank, a pool of `pool_size` devices.
 
-    `budget_bytes`: of a device; None: the machine's. `num_changes`: number of improving moves. All
-    numbers of checkpointed layers are tried. Raises ConfigError if the longest sequence does not
-    fit in memory, on however many devices.
+    `budget_bytes`: memory of a device; None: the machine's. `num_changes`: number of improving
+    moves. All numbers of checkpointed layers are tried. Raises ConfigError if the longest sequence
+    fits in memory on no group of the devices.
     """
     refuse_unusable(seq_lens)
     batch = PoolBatch.of(seq_lens, model, pool_size)
@@ -202,15 +202,17 @@ class PoolBatch:
 
     @property
     def exchange_rows(self) -> slice:
-        """Entries of a load that count tokens, for groups of each size above 1. Entries before them
-        count the slices on groups of each size; those after them count attended keys."""
+        """Entries of a load (a vector of F numbers) that count tokens, one for each group size
+        above 1. The entries before them include the slices on groups of each size; those after them
+        are attended keys."""
         first = _NUM_PLAIN + len(self.sizes)
         return slice(first, first + len(self.sizes) - 1)
 
     @cached_property
     def passes(self) -> tuple[StageSeconds, StageSeconds]:
-        """Two predictors of the seconds of passes: in full, and without minimum times (launches,
-        gathered weights) and with experts read once, so that the seconds of sequences add up."""
+        """Two predictors of the seconds of passes. The first counts everything. The second leaves
+        out minimum times (launches, gathered weights), and reads only as many experts as one token
+        uses, so that the seconds of sequences add up."""
         model, layout = self.model, Layout(sp=self.pool_size)
         floorless = replace(
             model,
@@ -250,8 +252,8 @@ class PoolBatch:
 
 
 class Setting:
-    """Seconds of a pool's batch, and the tokens that a process can hold (`device_tokens`), if a
-    number of layers is checkpointed."""
+    """A choice of the number of checkpointed layers, with the tokens that a process can then hold
+    (`device_tokens`), and predictions of the seconds of a pool's batch."""
 
     def __init__(
         self,
@@ -396,9 +398,9 @@ class Division:
         return float(self.seconds().max(axis=2).sum())
 
     def moves(self, seq_ids: Sequence[int]) -> list[tuple[float, Spot]]:
-        """Return (norm of the step, spot) for each of `seq_ids`, assigned or not. The spot is the
-        sequence's best one other than its present one; the norm is that of a step with the sequence
-        there (infinite if no spot has room).
+        """Return (norm, spot) for each of `seq_ids`, assigned or not. The spot is the best one for
+        the sequence other than its present one. The norm is that of the step with the sequence at
+        this spot, infinite if no spot has room.
 
         The norm is the step time with a p-norm instead of the maximum over processes. Unlike the
         maximum, it also falls if only one of several equally slow processes gets faster.
@@ -482,18 +484,18 @@ def greedy(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> l
 
 
 def smallest(setting: Setting, is_short: NDArray[np.bool_]) -> Kinds:
-    """Return, for each sequence, the index of the smallest group size that fits in memory and that
-    `is_short` (K, Z) allows; of the largest size if none does."""
+    """Return, for each sequence, the index of the smallest group size that fits in memory and on
+    which it is short enough (`is_short`, (K, Z)); of the largest size if there is none."""
     fits = is_short & setting.fits
     last = len(setting.batch.sizes) - 1
     return tuple(np.where(fits.any(axis=1), fits.argmax(axis=1), last).tolist())
 
 
 def earliest_first(setting: Setting, num_micro_batches: int, kinds: Kinds) -> Division | None:
-    """Assign each sequence to the group of processes where it ends earliest. Groups have the sizes
-    with the indices `kinds`, or larger ones if these have no room. Sequences on larger groups come
-    first, then those with more work: aligned groups of falling sizes leave no gaps. Return None if
-    a sequence does not fit in memory."""
+    """Return a division that assigns each sequence to the group of processes where it ends
+    earliest, or None if a sequence does not fit in memory. `kinds`: index of each sequence's group
+    size; if no group of this size has room, larger sizes are tried. Sequences on larger groups come
+    first, then those with more work: aligned groups of falling sizes leave no gaps."""
     batch, num_kinds = setting.batch, len(setting.batch.sizes)
     held = setting.held(batch.added.transpose(2, 0, 1)).tolist()
     alone_s = setting.alone_s.tolist()

@@ -8,7 +8,7 @@ Each published system has a file with `candidates(space)`, which yields its plan
 sorted by an estimate of their time.
 
 On a CPU the device's memory is RAM: `memory.device` is the budget of all RAM that a run takes, so
-`memory.cpu` and offload to cpu are refused by name. The disk can always be used.
+`memory.cpu` and offload to cpu raise errors that name them. The disk can always be used.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Limits:
 
     @property
     def by_memory(self) -> dict[str, int | None]:
-        """Limit of each memory by its `memory` key in a run file; the device's less the margin."""
+        """Limit of each memory by its `memory` key in a run file; for the device all but the
+        margin."""
         return {"device": self.limit_bytes, "cpu": self.cpu_bytes, "disk": self.disk_bytes}
 
     @property
@@ -120,9 +121,9 @@ def advice(
 ) -> str:
     """Return advice for a plan on `num_devices` that needs too much memory.
 
-    `part`: the part of memory that takes most, or the name of a memory; `memory`: the memory's
-    name, if `part` is a part; `given`: options that the user has given; `alone`: whether the number
-    of devices is fixed.
+    `part`: the part of memory that takes most (such as `state` or `kv`), or a memory's name if no
+    part is known; `memory`: name of the memory that `part` is in; `given`: options that the user
+    has given; `alone`: whether the number of devices is fixed.
     """
     ways = ["use more devices" if num_devices > 1 else "use several devices"]
     if alone:
@@ -235,7 +236,7 @@ class Question:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The user's chunk options, without `reshard: False`, which all plans satisfy."""
+        """The user's chunk options by name; `reshard: False` is left out, as it is the default."""
         return {
             name: value
             for name, value in self.given.items()
@@ -243,7 +244,8 @@ class Question:
         }
 
     def keys_of(self, names: Iterable[str]) -> list[str]:
-        """Return the run-file keys of these options. Offloading weights sets order and reshard."""
+        """Return the run-file keys of the options `names`. If weights are offloaded, `offload`
+        stands for order and reshard, which follow from it."""
         away = ("order", "reshard") if self.model.training.offload_weights else ()
         return list(dict.fromkeys("offload" if name in away else key_of(name) for name in names))
 
@@ -267,8 +269,8 @@ class Question:
         )  # fmt: skip
 
     def fits_with_narrow_moments(self, layout: Layout) -> bool:
-        """Whether weights, gradients and optimizer fit on a device only if AdamW's moments take
-        half of their bytes."""
+        """Whether weights, gradients and optimizer do not fit on a device, but would if AdamW's
+        moments took half of their bytes."""
         training = self.model.training
         if training.optimizer_bytes != 2 * training.gradient_bytes or training.lora is not None:
             return False
@@ -311,7 +313,8 @@ class Question:
         )
 
     def offloading(self) -> Question:
-        """Return this question for plans with weights, gradients and optimizer in CPU memory."""
+        """Return this question with weights, gradients and optimizer in CPU memory, and with the
+        options that this needs: layer-first and reshard."""
         model = replace(self.model, training=self.model.training.offloading())
         given = {**self.given, "order": "layer-first", "reshard": True}
         return replace(self, model=model, given=given)
@@ -338,8 +341,8 @@ class Question:
         )
 
     def resharded(self, layout: Layout) -> RankWeights:
-        """Return the weights of a device on which weights of stages are freed, without a pipeline,
-        with the fewest layers per stage that the given options allow."""
+        """Return the weights on a device, without a pipeline, if it frees the weights of stages
+        during a step (reshard). Stages have the fewest layers that the given options allow."""
         model, size = self.model_of(layout), layout.dp * layout.sp
         stages = stage_heights(model.shape.num_layers, self.given.get("stage_layers", 1))
         held = frozenset(range(len(stages)))
@@ -554,8 +557,9 @@ class Answer:
 
     @property
     def nearest(self) -> tuple[Candidate | None, Layout]:
-        """(candidate closest to fitting, its layout). The candidate is None if a layout is closer
-        in which weights, gradients and optimizer alone do not fit."""
+        """(candidate closest to fitting, its layout). The candidate is None if none was simulated,
+        or if a layout in which weights, gradients and optimizer alone do not fit lacks fewer
+        bytes."""
         question, limits, refused = self.question, self.question.limits, self.refused
         too_large = sorted(self.too_large, key=lambda pair: pair[1])
         least = limits.lacking(refused[0].needs) if refused else inf

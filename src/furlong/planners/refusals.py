@@ -71,8 +71,9 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
 
 
 def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
-    """Return (the larger of two parts of CPU memory, text on the bytes of both). For a plan with
-    offloaded weights these are `state` (weights, gradients, optimizer) and `cpu` (kept tensors)."""
+    """Return (the larger of the two parts of CPU memory, text on the bytes of both) for a plan with
+    offloaded weights. The parts are `state` (weights, gradients, optimizer) and `cpu` (kept
+    tensors)."""
     own = question.resharded(trial.layout)
     kept = trial.needs.cpu_bytes - own.host_bytes
     words = f"weights, gradients and optimizer {format_bytes(own.host_bytes)}"
@@ -82,7 +83,8 @@ def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
 
 
 def _nothing_offered(question: Question, error: Exception | None) -> ConfigError:
-    """Return the error for a method without a plan. `error`: the error that its planner raised."""
+    """Return the error for a method that yields no plan. `error`: the error that its planner
+    raised."""
     method = f"chunks.method = {question.method}"
     if isinstance(error, UserError):
         return ConfigError(

@@ -6,8 +6,9 @@
 This is a best-first search. Layouts are opened in order of a lower bound on step time, and
 candidates of all open layouts are tried in order of their estimates. In each layout the first few
 that fit are timed by the simulated clock over the joined plans of all replicas. Methods that make
-their own chunks are tried last, in layouts in which chunk options fit, and must be faster.
-Work is bounded by counts, not by time, so that equal questions have equal answers.
+their own chunks are tried last, mostly in layouts in which chunk options fit. They are chosen only
+if they are faster than the best plan so far. Work is bounded by counts, not by time, so that equal
+questions have equal answers.
 
 During training `BatchPlans` asks the same planners for each batch, and takes the fastest plan.
 """
@@ -241,10 +242,10 @@ class Trials:
         return self.question.limits.hold(needs)
 
     def nearness(self, needs: Needs) -> tuple[int, int]:
-        """Return a sort key, least for the plan closest to fitting: (bytes lacking outside CPU
-        memory if weights are in CPU memory, else 0; bytes lacking in all memories). Weights are in
-        CPU memory because the device cannot hold them, so a plan that takes less RAM, but more of
-        the device, is not closer."""
+        """Return a sort key, least for the plan closest to fitting: (0, bytes lacking in all
+        memories). If weights are in CPU memory, the first entry is the bytes lacking outside CPU
+        memory: weights are there because the device cannot hold them, so a plan that takes less
+        RAM, but more of the device, is not closer."""
         limits = self.question.limits
         lacking = limits.lacking(needs)
         if not self.question.model.training.offload_weights:
@@ -284,11 +285,11 @@ class Trials:
 
 def _run(trials: Trials) -> None:
     """In each layout, try candidates that may be faster than the best plan. If the best plan turns
-    out not to fit a whole step, start again, as slower plans were skipped because of it.
+    out not to fit a whole step, start again without it, as it made the search skip slower plans.
 
     If the user has not set reshard, a layout reshards (frees the weights of stages) if its state
-    does not fit otherwise. Other layouts reshard only if nothing fits, or if all plans that fit are
-    far slower than the lower bound on step time.
+    does not fit otherwise. Other layouts reshard only if nothing fits, or if even the best plan is
+    far slower than the layout's lower bound on step time.
     """
     asked, first, later = trials.question, list[Space](), list[Space]()
     for layout in walkable(asked):
@@ -362,8 +363,8 @@ def _refuse_partial(trials: Trials) -> bool:
 
 def _whole_plans(question: Question, candidate: Candidate) -> list[ChunkPlan]:
     """Return plans of whole steps that must fit in memory, too. Without a pipeline or resharding
-    there are none, since the longest sequence decides (except for a named method with own chunks).
-    If `auto` chose a method with own chunks, the plans use its fallback chunk options."""
+    the list is empty, since the longest sequence decides; but a named method with own chunks has
+    plans. If `auto` chose a method with own chunks, the plans use its fallback chunk options."""
     space, is_named = candidate.space, candidate.method == question.method
     plan_of: PlanOf = candidate.trial
     if candidate.options.reshard and space.layout.pp == 1:
@@ -384,9 +385,9 @@ def _asked(candidate: Candidate) -> PlanOf:
 
 
 def _beside(trials: Trials, layout: Layout) -> list[Candidate]:
-    """Return a layout's fitting candidates with chunk options, the fastest first, that one replica
-    can use while another uses a method with own chunks. Such methods keep K,V on the device, and
-    all replicas of a step must have the same stages."""
+    """Return a layout's fitting candidates with chunk options, the fastest first. One replica can
+    use their options in a step in which another replica uses a method with own chunks: such methods
+    keep K,V on the device, and all replicas of a step must have the same stages."""
     fitting = [
         one
         for one in trials.fitting
@@ -691,10 +692,10 @@ class BatchPlans:
         *,
         frozen_layers: int = 0,
     ) -> tuple[str, ChunkPlan]:
-        """Return the name and the plan of the method predicted to be fastest on one replica's
-        sequences: `plan`, which `options` make, unless another one is faster by more than
-        `LAYOUT_SLACK`. A named method with own chunks is always used; raises UserError if it has no
-        plan."""
+        """Return (name, plan) of the method predicted to be fastest on one replica's sequences.
+        This is `plan`, which `options` make, unless another plan is faster by more than
+        `LAYOUT_SLACK`. If the user has named a method with own chunks, its plan is returned;
+        UserError is raised if it has none."""
         question, layout, model = self.space.question, self.space.layout, self.space.model
         if has_own_chunks(question.method):
             return question.method, self._plan_by_name(seq_lens, plan, options)
@@ -737,7 +738,7 @@ class BatchPlans:
         self, seq_lens: Sequence[int], plan: ChunkPlan, options: ChunkOptions
     ) -> ChunkPlan:
         """Return the plan of the method that the user has named. Each time that chunks were halved
-        after an out-of-memory step, its memory budget falls by a tenth."""
+        after an out-of-memory step, the memory budget of the method falls by a tenth."""
         question = self.space.question
         method, limits = question.method, question.limits
         if plan.frozen_stages:
@@ -754,8 +755,9 @@ class BatchPlans:
         return replace(self, space=space)._plan_of(method, seq_lens, inf)
 
     def _plan_of(self, method: str, seq_lens: Sequence[int], beat_s: float) -> ChunkPlan:
-        """Return the plan of a method with own chunks. It offloads nothing, but its `offload` is
-        set to that of the chunk options, as all replicas must have the same."""
+        """Return the plan of a method with own chunks. The method offloads nothing, but `offload`
+        of its plan is set to that of the chunk options, as the plans of all replicas must have the
+        same."""
         asked = Space(self.space.question.of_step(seq_lens), self.space.layout, beat_s)
         plan = next(iter(candidates_of(method)(asked))).plan_of(seq_lens)
         return replace(plan, offload=self.options.offloading)

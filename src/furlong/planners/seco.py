@@ -10,8 +10,8 @@ Errata of the code: its loss is divided by all tokens, though the last one has n
 
 Differences to the paper: the chunk size is searched. K,V can be in CPU memory, and are fetched by
 layer. On several processes each slice is sharded over all of them (Ulysses); the paper has one
-device. In pipelines there are no such plans: ChunkFlow's order is the same there, and retains a
-chunk at no cost.
+device. SeCO has no plans in pipelines: ChunkFlow has the same order there, and also retains the
+graph of one chunk, at no cost.
 """
 
 from __future__ import annotations

@@ -151,9 +151,9 @@ def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape)
 
 
 def given_options(config: RunConfig) -> dict[str, Any]:
-    """Return the options that a run file gives, with those that they imply. stage_layers implies
-    layer-first, and so do weights on the CPU (which imply reshard, too) and, without a pipeline,
-    reshard. Raises ConfigError for a sample whose keys contradict each other."""
+    """Return the options that a run file gives, with those that they imply. Weights in CPU memory
+    imply reshard. Layer-first is implied by stage_layers, by weights in CPU memory and, without a
+    pipeline, by reshard. Raises ConfigError for a sample whose keys contradict each other."""
     chunks = config.chunks
     values = chunks.model_dump(include={*SEARCHED_OPTIONS, "stage_layers"})
     values |= {"offload": kept_offload(config.offload)}

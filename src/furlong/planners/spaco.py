@@ -1,10 +1,10 @@
 """SpaCO: backwards of drawn chunks only, with factors that make up for the chunks left out.
 
-Li et al., Findings of ACL 2025 (arXiv 2505.16710), Algorithm 2. Forwards are exact; only the
-choice of the gradient's paths is random (Eqs. 2 to 5). A path from a chunk's loss through h earlier
-chunks remains if all h + 1 chunks are drawn (Eq. 6). A Backward multiplies the gradient of its own
-loss by a, and dK,dV from later chunks by c, so that this path has the weight a c^h. The gradient is
-unbiased if a c^h times the probability of these draws is 1 (Eq. 6).
+Li et al., Findings of ACL 2025 (arXiv 2505.16710), Algorithm 2. Forwards are exact; only the choice
+of the gradient's paths is random (Eqs. 2 to 5). A path leads from a chunk's loss back through the
+K,V of h earlier chunks; it remains if all h + 1 chunks are drawn (Eq. 6). A Backward multiplies the
+gradient of its own loss by a, and dK,dV from later chunks by c, so the path has the weight a c^h.
+The gradient is unbiased if a c^h times the probability that the path remains is 1 (Eq. 6).
 
     unbiased   each chunk i independently, with any probability p_i > 0, a = c = 1/p_i: unbiased for
                every h. Proof by induction from the last chunk down: given the draws of later
@@ -186,9 +186,9 @@ def draw_chunks(
 ) -> dict[int, Factors]:
     """Return {chunk: gradient factors} of a plan's drawn chunks, drawn sequence by sequence.
 
-    `labelled`: chunks that have labels. If they are unknown, gradients stay unbiased, but chunks
-    with labels are drawn at the rate of the others. If processes of a pool hold different
-    sequences, a chunk may be part of two cut sequences; it is drawn with the first.
+    `labelled`: chunks that have labels. If empty, gradients stay unbiased, but chunks with labels
+    are drawn as rarely as the others. If processes of a pool hold different sequences, a chunk may
+    hold pieces of two cut sequences; it is drawn with the first of them.
     """
     drawn: dict[int, Factors] = {}
     for seq_id, group in sorted(plan.groups.items()):
@@ -241,10 +241,10 @@ def sample_backwards(
 
     Works on any plan, also on pipelines and layer-first. The backwards of other chunks, with their
     recomputation and messages, are removed; without `report_loss` also all actions of chunks that
-    no drawn chunk reads. If `plan` retains graphs of a sequence's last chunks, graphs of equally
-    many of its last drawn chunks are retained, as long as they have no more tokens, so that a draw
-    needs no more memory than `plan`. A rank without drawn chunks trains its smallest chunk with
-    factors 0, so that it has a gradient (zeros) to reduce.
+    no drawn chunk reads. If `plan` retains the graphs of the last n chunks of a sequence, those of
+    its last n drawn chunks are retained instead, or of fewer, if all n have more tokens, so that a
+    draw needs no more memory than `plan`. A rank without drawn chunks trains its smallest chunk
+    with factors 0, so that it has a gradient (zeros) to reduce.
     """
     trained = dict(drawn)
     for actions in plan.actions:
@@ -301,8 +301,9 @@ def _sampled_action(
     computed: Collection[int],
     retained: _Cells,
 ) -> Action | None:
-    """Return what replaces an action; None if it is removed. Collections of chunks: `trained` (with
-    a Backward), `read` (their K,V are read), `computed` (with a Forward)."""
+    """Return the action that replaces `action` in a sampled plan, or None if it is removed. Chunks:
+    `trained` have a Backward, `read` have K,V that trained chunks read, `computed` have a
+    Forward."""
     match action:
         case Forward(chunk) | Send("activation", chunk) | Recv("activation", chunk) if (
             chunk not in computed

@@ -6,12 +6,13 @@ message uses the link from its sender to its receiver, which delivers in order: 
 a Recv waits for its message (isend and a queue per direction).
 
 A pass (forward or backward of one chunk at one stage) can be a collective of the ranks of its
-stage, in one of three ways. Lockstep: if the plan gathers weights with each pass, the n-th passes
-of all ranks, whatever their chunks, are one collective. Otherwise the first pass of a stage gathers
-its weights, unless an Unshard does (gathering), and its last Backward reduces gradients (reducing):
-the first rank to arrive waits, and so does the gradient that it sends to the stage before. The
-record of a pass ends with the rank's computation, so the rest of the collective shows as waiting. A
-collective starts when the last of its ranks has entered it:
+stage, in one of three ways. Lockstep passes: if the plan gathers weights with each pass, the n-th
+passes of all ranks, whatever their chunks, are one collective. In other plans, the first pass of a
+stage is a gathering pass, which gathers the weights, unless an Unshard does; the last Backward of a
+stage is a reducing pass, which reduces gradients. A rank that arrives early waits, and so does the
+gradient that it sends to the stage before. The record of a pass ends with the rank's computation,
+so the rest of the collective shows as waiting. A collective starts when the last of its ranks has
+entered it:
 
     collective      starts when                      its ranks continue
     Unshard         all entered, links are free      when weights outside the layers are gathered
@@ -160,8 +161,8 @@ def simulate(
 ) -> Timeline:
     """Return the timeline of a plan that has passed `plan.check`.
 
-    A Recv is recorded from the moment when its rank waits for a message that is on its way; waiting
-    before the Send starts shows as idle time.
+    The record of a Recv starts when its rank waits and the Send has started; waiting before the
+    Send starts shows as idle time.
 
     Args:
         plan: The plan.
@@ -352,8 +353,8 @@ class Clock:
         self._settled_s[joined] = stop
 
     def _entered_s(self, rank: int, at: int, action: Action) -> float:
-        """Return the earliest start of `action`, the first pass through a stage, so that it never
-        waits for a layer once it runs. The Unshard at index `at` gathers the layers."""
+        """Return the earliest time at which `action`, the first pass through a stage, can start and
+        never wait for a layer's weights. The Unshard at index `at` gathers these weights."""
         unshard, num_layers = self._plan.actions[rank][at], self._plan.stages[action.stage]
         assert isinstance(unshard, Unshard)
         stop_s = self._stop_s[rank][at] - self._costs.head_s(unshard, rank)
@@ -447,8 +448,8 @@ class SimulatedStep:
 def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> SimulatedStep:
     """Return the figures of a timeline, for ranks 0 to the highest one with a record.
 
-    `plan`: the plan that ran. If a Forward computes nothing, the cell's Recompute counts as its
-    first forward; with plan None every Recompute counts as recomputation.
+    `plan`: the plan that ran. Where a Forward in it computes nothing, the Recompute of the same
+    cell counts as the first forward. With plan None every Recompute counts as recomputation.
     """
     num_ranks = max((record.rank for record in timeline.records), default=-1) + 1
     by_rank: list[list[Record]] = [[] for _ in range(num_ranks)]
