@@ -51,8 +51,8 @@ __all__ = [
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """Return False for what torchao logs whenever transformers imports it: which of its kernels are
-    for other machines, and that torch will soon not need what it does."""
+    """Return False for what torchao logs whenever transformers imports it: that some of its kernels
+    are for other machines, and that torch deprecates a call that torchao makes."""
     return not record.getMessage().startswith(("Failed to load", "<enum "))
 
 

@@ -1,4 +1,5 @@
-"""The API for training loops: `forward_backward`, and `Engine`, which stores its settings."""
+"""The API for training loops: `forward_backward`, and `Engine`, which keeps a model and the
+settings of its calls."""
 
 from __future__ import annotations
 
@@ -144,7 +145,8 @@ class Engine:
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
-        """Replicated parameters (tied embeddings) that another stage adds to the gradient norm."""
+        """Replicated parameters (tied embeddings) that another stage, not this one, adds to the
+        gradient norm."""
         return self._session.counted_elsewhere
 
     def reads(self, plan: ChunkPlan) -> list[int]:
@@ -172,9 +174,10 @@ class Engine:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Free the memory, threads, file and process groups that calls on this model, also through
-        `furlong.chunked`, keep for the next call. That call creates them again. With several
-        pipeline stages all processes call this. Tensors between a forward and its backward stay."""
+        """Free what calls on this model, also through `furlong.chunked`, keep for the next call:
+        memory, threads, a file and process groups. The next call creates them again. With several
+        pipeline stages, all processes call this. Tensors that a forward has kept for its backward
+        stay."""
         with self._session.alone():
             self._session.state.close()
         if self.model.device.type == "cuda":
@@ -259,8 +262,9 @@ class Engine:
         watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
     ) -> StepResult:
-        """Run a plan as `run` does. `make` returns plan and sequences; an error of `make` on one
-        process is raised on all. `make` runs again if the model is new on another process."""
+        """Run a plan as `run` does. `make` returns the plan and the sequences. If `make` raises an
+        error on one process, all processes raise it. `make` runs again if the model has changed on
+        another process."""
         session = self._session
 
         def read() -> tuple[tuple[ChunkPlan, Batch], Facts, int]:
@@ -288,8 +292,8 @@ class Engine:
     ) -> StepResult:
         """Compute loss and gradients of a batch; see `furlong.forward_backward`.
 
-        With several replicas each passes its own sequences, equal on all its processes. The result
-        covers all replicas, with sequences numbered replica by replica.
+        With several replicas, each replica passes its own sequences, the same on all its processes.
+        The result covers all replicas, with sequences numbered replica by replica.
 
         Args:
             token_loss: A function as in `furlong.values`, whose values (t,) are summed instead of
@@ -340,8 +344,8 @@ class Engine:
                 further tensors (T, ...) are passed to `fn` as extras.
             fn: See `furlong.values`; default: its `log_prob()`. Gradients of tensors captured by
                 `fn` are accumulated in their `.grad`; autograd does not return them.
-            gradients: "returned" to autograd, or "added" to `.grad` without a second copy; then an
-                error may leave part of a gradient in an existing `.grad`.
+            gradients: "returned" to autograd, or "added" to `.grad` without a second copy. With
+                "added", an error may leave part of a gradient in an existing `.grad`.
             share_prompts: On one device, sequences with equal first tokens, at least a chunk of
                 them, share their computation. Values change by rounding only.
             watch: See `run`.
@@ -394,8 +398,9 @@ def forward_backward(
             labels are unshifted as in transformers, -100 for none. Or the result of
             `furlong.integrations.unpad` for a padded or packed batch.
         options: How to chunk; default: `ChunkOptions()`.
-        num_valid_tokens: The divisor of the summed loss; default: the labels of this call. With
-            the count of a global batch, several calls add up to that batch's exact gradients.
+        num_valid_tokens: The divisor of the summed loss; default: the number of labels in this
+            call. With the count of a global batch, several calls add up to that batch's exact
+            gradients.
         backward: False evaluates, without gradients.
         max_seq_len, compute_dtype, storage: See `Engine`.
 

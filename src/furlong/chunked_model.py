@@ -235,8 +235,8 @@ def _caches(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _makes_cache(decoder: Any, given: Mapping[str, Any]) -> bool:
-    """Whether transformers would make a cache, in which case it does not detect packed
-    sequences."""
+    """Whether transformers would make a cache for this call. With a cache, transformers does not
+    detect packed sequences."""
     if getattr(decoder, "gradient_checkpointing", False) and decoder.training:
         return False
     use_cache = given.get("use_cache")

@@ -151,9 +151,8 @@ def os_errors_told(
 ) -> Iterator[None]:  # fmt: skip
     """Context manager: turn errors of the operating system into errors of `kind`, with advice.
 
-    `or_else`: more advice, with a comma in front; `during`: the activity to name instead of a path;
-    `inside`: a folder; errors that name no path in it are passed on, except those of a full disk
-    that name no path at all.
+    `or_else`: more advice, with a comma in front. `during`: the activity to name instead of a path.
+    `inside`: a folder; only errors that name a path in it, or a full disk and no path, are turned.
     """
     try:
         yield
@@ -173,8 +172,8 @@ def os_errors_told(
 
 
 def _os_error(error: OSError | SafetensorError) -> OSError | None:
-    """Return the operating system's error, or None. safetensors passes on only the error's text,
-    which is searched for that of a full disk."""
+    """Return the operating system's error, or None. An error of safetensors has only a text; if
+    this reports a full disk, return the OSError for it."""
     if isinstance(error, OSError):
         return error
     full = (number for number in FULL_DISK if os.strerror(number) in str(error))
@@ -182,7 +181,8 @@ def _os_error(error: OSError | SafetensorError) -> OSError | None:
 
 
 def _path_of(error: OSError, inside: Path | None) -> Path | None:
-    """Return the first path that an error names, only one in the folder `inside` if given."""
+    """Return the first path that an error names; with `inside`, the first one in that folder. None
+    without such a path."""
     names = [name for name in (error.filename2, error.filename) if isinstance(name, str)]
     for name in names:
         if inside is None or Path(os.path.realpath(name)).is_relative_to(os.path.realpath(inside)):

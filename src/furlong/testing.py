@@ -23,7 +23,8 @@ def num_labels(sequences: TokenSequences) -> int:
 
 
 def reference_loss(model: nn.Module, sequences: TokenSequences, *, backward: bool = True) -> float:
-    """Return the mean cross-entropy per label, one whole sequence at a time; adds to `.grad`.
+    """Return the mean cross-entropy per label. Each sequence runs whole and by itself; with
+    `backward`, its gradients are added to `.grad`.
 
     The loss is computed in float32, or float64 for a float64 model, whatever the logits' dtype.
     """

@@ -41,7 +41,8 @@ class Record:
 
     @property
     def text(self) -> str:
-        """The action's short form, as in `furlong.plan.text`; "copy ..." on the lane "copy"."""
+        """The action's short form, as in `furlong.plan.text`. A copy of offloaded tensors is "copy"
+        and the action during which it ran."""
         text = format_action(self.action)
         return f"copy {text}" if self.lane == "copy" else text
 

@@ -1,9 +1,9 @@
 """Token functions of the logits for `Engine.token_values`, and `stack` to combine them.
 
-A token function is called with logits (t, V) of a tile of tokens, in float32 or wider, their labels
-(t,), and the sequences' extra tensors (t, ...) by name; it returns (t,) or (t, k). Any loss may be
-computed from its values. `forward_backward(token_loss=...)` accepts the same functions; its loss is
-the sum of their values.
+A token function is called with logits (t, V) of a tile (tokens whose logits are computed at once),
+in float32 or wider, their labels (t,), and the sequences' extra tensors (t, ...) by name; it
+returns (t,) or (t, k). Any loss may be computed from its values. `forward_backward(token_loss=...)`
+accepts the same functions; its loss is the sum of their values.
 
     t tokens of a tile, V vocabulary, k values per token
 """
@@ -120,7 +120,8 @@ def require_function(function: object, name: str) -> None:
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """Return log-probabilities (t, k + 1): those given, (t, k), and that of all other ids."""
+    """Return log-probabilities (t, k + 1): the given ones (t, k), then one for all other ids
+    together."""
     tiny = torch.finfo(log_probs.dtype).tiny
     rest = (1 - log_probs.double().exp().sum(-1, keepdim=True)).clamp(min=tiny).log()
     return torch.cat([log_probs, rest.to(log_probs.dtype)], dim=-1)

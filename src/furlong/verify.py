@@ -56,8 +56,9 @@ class Float64(TorchDispatchMode):  # type: ignore[misc]
     """Mode in which kernels with a float32 or default `dtype` argument return float64, also in a
     backward.
 
-    Families compute softmaxes, norms and scans in float32 whatever the weights' dtype. Their
-    rounding depends on the chunks, and no bound separates it from an error.
+    Families compute softmaxes, norms and scans in float32 whatever the weights' dtype. The rounding
+    of float32 depends on the chunks, and no bound would separate such rounding from a wrong
+    gradient.
     """
 
     def __enter__(self) -> Self:
@@ -183,7 +184,7 @@ def check_isolation(subject: Subject) -> Finding:
     """Check that changed tokens of one sequence change no bit of the others' loss and gradients.
 
     With experts, tokens of all sequences share matrix products, whose rounding may depend on their
-    shapes; then the bound of the gradients applies.
+    shapes. Changes up to the bound for gradients are then allowed.
     """
     moved, own_moves = 0.0, []
     whole = sequences()

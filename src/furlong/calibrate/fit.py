@@ -1,10 +1,10 @@
 """Fit the cost model's rates to the measured seconds of actions, such as the forward of a chunk.
 
-Seconds are linear in the inverse rates. A column of the linear system is what the cost model itself
-predicts for each action with one inverse rate set to 1 and the others to 0. Where kernel launches
-overlap with work, an action takes the longer of the two; which one is longer is decided again after
-each fit. Fits minimize the squared relative error, so that small values count as much as large
-ones.
+The seconds of an action are linear in the inverse rates. So each rate has a column in a linear
+system: the seconds that the cost model predicts for each action with this inverse rate set to 1 and
+the others to 0. Where kernel launches overlap with work, an action takes the longer of their two
+times; which one is longer is decided again after each fit. Fits minimize the squared relative
+error, so that small values count as much as large ones.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
 def _fit_hidden(
     stages: Array, heads: Array, measured: Array, found: Array, names: Sequence[str]
 ) -> Array:
-    """Fit coefficients where launches overlap with work: a pass takes the longer of the two in the
-    layers (`stages`), plus the time of the head (`heads`). `found`: initial coefficients."""
+    """Fit coefficients where launches overlap with work. In the layers (`stages`), a pass takes the
+    time of launches or work, whichever is longer; the time of the head (`heads`) is added. `found`:
+    initial coefficients."""
     is_work = np.array([name not in _LAUNCHES for name in names])
     for _ in range(_ROUNDS):
         launched = stages[:, ~is_work] @ found[~is_work] > stages[:, is_work] @ found[is_work]
@@ -137,8 +138,9 @@ def _fields(found: Mapping[str, float]) -> dict[str, Any]:
 def fit_memory(rows: Sequence[Sequence[float]]) -> list[float]:
     """Fit non-negative coefficients of the bytes that the cost model estimates.
 
-    `rows`: for each plan, measured bytes, the part of them that is not counted exactly, and one
-    column for each coefficient that explains this part. Errors are relative to measured bytes.
+    `rows` has a row per plan: the measured bytes; the part of them that is not counted exactly; and
+    for each coefficient, the bytes that it explains if it is 1. Errors are relative to measured
+    bytes.
     """
     table = np.array(rows)
     lacking = np.maximum(table[:, 1], 0.0) / table[:, 0]

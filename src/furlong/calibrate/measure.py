@@ -86,8 +86,8 @@ def _link(open_pool: Callable[[], Pool], device: torch.device) -> Link:
 
 
 def _round_trip_s(pool: Pool, x: Tensor, count: int) -> tuple[float, float]:
-    """Measure the seconds of `count` copies into a pool, and of as many back, each prefetched
-    during the one before it."""
+    """Measure the seconds of `count` copies into a pool and of `count` copies back, and close the
+    pool. Each copy back is prefetched during the copy before it."""
     started_s = time.perf_counter()
     handles = [pool.put(x) for _ in range(count)]
     pool.get(handles[-1]).release()  # waits for the last write
@@ -125,8 +125,8 @@ def _shortest_s(
 
 
 def clock_of(device: torch.device) -> ReadClock:
-    """Return the clock for actions on a device: if a single CPU thread computes, its CPU time,
-    which other processes do not lengthen; else wall time."""
+    """Return the clock for actions on a device. If a single CPU thread computes, return its CPU
+    time, which other processes do not lengthen; otherwise return wall time."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
@@ -156,8 +156,8 @@ def collective_links(device: torch.device) -> dict[str, Link]:
     """Measure the link of each collective over all processes, which must all call this.
 
     Keys are names of collectives, with the suffix " between nodes" if there are several nodes.
-    Bandwidths are bus bandwidths, as in `cost.machine`; that of an all-to-all includes packing. A
-    collective that the backend lacks is left out.
+    Bandwidths are bus bandwidths, as in `cost.machine`; the bandwidth of an all-to-all includes
+    packing. A collective that the backend lacks is left out.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
     suffix = " between nodes" if local < dist.get_world_size() else ""

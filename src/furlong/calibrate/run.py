@@ -1,8 +1,8 @@
 """Calibrate a machine: run trial plans on small models, and fit the cost model to them.
 
 One model has the user's widths and few layers, another one is narrow. Together the fitted plans
-determine every term of the cost model; held-out plans differ from them in size, keep, order or
-length.
+determine every term of the cost model. Held-out plans, which test the fit, differ from fitted ones
+in chunk size, kept tensors, order or sequence length.
 """
 
 from __future__ import annotations
@@ -356,8 +356,8 @@ def named_device(name: str) -> torch.device:
 
 
 def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -> int:
-    """Return the number of tokens in the trials' largest chunk, with which one round of trials
-    takes about `_ROUND_S` seconds."""
+    """Return the number of tokens in the trials' largest chunk, chosen so that one round of trials
+    takes at most about `_ROUND_S` seconds."""
     shape = model.shape
     per_token = 8 * (shape.num_active_parameters + shape.embedding_parameters)
     per_s = model.hardware.peak_flops_per_s * _SLOW_SHARE
@@ -392,8 +392,8 @@ def _fitted(
     spec: Machine,
     figures: dict[str, Any],
 ) -> tuple[Machine, tuple[TrialResult, ...]]:
-    """Fit time rates and memory terms to the trials. Return `spec` with these and the other
-    measurements (`figures`), and the trials' results."""
+    """Fit time rates and memory terms to the trials. Return `spec` with the fitted values, the
+    other measurements (`figures`) and the errors; and return the trials' results."""
     is_cpu = spec.device_type == "cpu"
     if is_cpu:
         measured = _without_process(measured, models)
@@ -429,8 +429,9 @@ def _fitted(
 def _without_process(
     measured: dict[Trial, MeasuredPlan], models: dict[TrialModel, CostModel]
 ) -> dict[Trial, MeasuredPlan]:
-    """Return the measured plans with peaks from which the process's own memory is subtracted, as
-    `memory.device` does: the median of the bytes in use before a plan, minus the weights."""
+    """Return the measured plans, with the process's own memory subtracted from their peaks, as
+    `memory.device` does. This memory is the bytes in use before a plan, minus the weights; the
+    median of all plans is used."""
     found = []
     for trial, m in measured.items():
         training = models[trial.subject].training
@@ -449,8 +450,9 @@ def _fit_memory(
     *,
     is_cpu: bool,
 ) -> dict[str, Any]:
-    """Fit memory fields of `Machine`: on a CPU, the bytes that the heap holds besides graphs, which
-    are counted exactly; on a GPU, a factor on graphs, since torch allocates whole blocks."""
+    """Fit memory fields of `Machine`. On a CPU, graphs are counted exactly, and the other bytes of
+    the heap are fitted. On a GPU, a factor on graphs is fitted, since torch allocates whole
+    blocks."""
     terms = {"heap_blocks": 1.0, "heap_share": 1.0} if is_cpu else {"activation_factor": 2.0}
     nothing: dict[str, Any] = {name: value - 1 for name, value in terms.items()}
     rows = []

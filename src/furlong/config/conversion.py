@@ -92,7 +92,8 @@ class Conversion:
         return {name: value for name, value in given.items() if name in self.recipe.keys}
 
     def last(self, given: _Given) -> Any:
-        """Return the value of the last key in `given` that the recipe itself has, or a default."""
+        """Return the value of the last key in `given` that the recipe itself has, or else the
+        trainer's default."""
         own = self.own(given)
         return [*own.values()][-1] if own else next(iter(given.values()))
 
@@ -118,9 +119,9 @@ def convert(
     *,
     config_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> Conversion:
-    """Return the conversion of a recipe, overridden by `flags` (values by furlong's keys).
-    `config_of` returns the config of a model that is known by its name, else an empty one. Raises
-    ConfigError for a recipe of an unsupported loss, and for a run that lacks a required key."""
+    """Return the conversion of a recipe. `flags` (values by furlong's keys) override the recipe.
+    `config_of` returns the config of a known model by its name, or an empty one. Raises ConfigError
+    for a recipe of an unsupported loss, and for a run that lacks a required key."""
     made = Conversion(recipe, num_processes, flags or ())
     made.loss_given = (flags or {}).get("train.loss")
     for name, value in (recipe.defaults | recipe.keys).items():
@@ -151,8 +152,8 @@ _OFF = (None, False, 0, "", "false", "none", "no", "null", "off")
 
 
 def _verdict(name: str, value: Any) -> Verdict:
-    """Return the verdict of foreign.yaml on another trainer's key with that value; the verdict's
-    text is furlong's key if there is one."""
+    """Return the verdict of foreign.yaml on another trainer's key with a value. If furlong has such
+    a key, the verdict's text is the name of that key."""
     answer = answer_to(name)
     if value is None or value in ("", [], {}):
         return _needless("it has no value")
@@ -483,8 +484,8 @@ _OF_ROPE = ("rope_parameters", "rope_scaling")
 
 
 def _of_config(made: Conversion, keys: Mapping[str, Any], *, is_init: bool) -> Verdict | None:
-    """Set a model's config keys other than RoPE's; return the verdict on them, or None. `is_init`:
-    they are arguments of from_pretrained."""
+    """Set keys of the model's config (`keys`, without those of RoPE), and return the verdict on
+    them, or None. `is_init`: the keys are arguments of from_pretrained."""
     verdict, unread = None, []
     for key, value in keys.items():
         answer = _verdict(key, value)
@@ -499,8 +500,8 @@ def _of_config(made: Conversion, keys: Mapping[str, Any], *, is_init: bool) -> V
 
 
 def _scaled(made: Conversion, kind: str) -> dict[str, Any] | None:
-    """Return RoPE of the type `kind` with the factor that the sequence length needs; None if the
-    model's config or the length is unknown."""
+    """Return RoPE settings: the type `kind`, and the factor that the sequence length needs. None if
+    the model's config or the length is unknown."""
     length = made.value("max_model_len", "cutoff_len", "max_length")
     config = _config_at_hand(made.run.get("model.name"))
     if not config or not isinstance(length, int):
@@ -867,8 +868,8 @@ def _train_on(made: Conversion, target: str, given: _Given) -> Any:
 
 
 def _fields(made: Conversion, target: str, given: _Given) -> Any:
-    """Return `data.fields` for all sources: names of fields and roles. Some recipes give these by
-    the keys of LLaMA-Factory's dataset_info.json."""
+    """Return `data.fields` for all sources: names of fields and roles. Some recipes give these
+    names under keys of LLaMA-Factory's dataset_info.json."""
     text, columns = given.get("dataset_text_field", "text"), given.get("columns") or {}
     fields: dict[str, Any] = {} if text == "text" else {"text": text}
     ours = {"query": "instruction", "response": "output", "images": ""}
@@ -1012,8 +1013,8 @@ _MEDIA = frozenset(("images", "videos", "audios"))
 
 
 def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    """Return the sources that LLaMA-Factory's names of data sets stand for: by dataset_info.json
-    near the recipe or, in its version 1, by a YAML file."""
+    """Return the sources that LLaMA-Factory's names of data sets stand for. A dataset_info.json
+    near the recipe explains the names; in LLaMA-Factory 1, a YAML file does."""
     names = given.get("dataset") or given["train_dataset"]
     names = names if isinstance(names, list) else [name.strip() for name in str(names).split(",")]
     is_list = str(names[0]).endswith((".yaml", ".yml"))

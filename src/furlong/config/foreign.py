@@ -53,7 +53,8 @@ def _answers() -> dict[str, Verdict]:
 
 def answer_to(key: str) -> Verdict | None:
     """Return the verdict on a key, or None. The key is looked up whole, then by its last part, then
-    by a section around it that furlong lacks; case, `-` and `_` are ignored."""
+    by the nearest section around it, if furlong has no key for this section. Case, `-` and `_` are
+    ignored."""
     parts = key.lower().replace("-", "_").replace("_", "").split(".")
     answers = _answers()
     found = answers.get(".".join(parts)) or answers.get(parts[-1])

@@ -39,8 +39,8 @@ class Recipe(NamedTuple):
 
     @property
     def loss_by_keys(self) -> str | None:
-        """The loss that keys imply although none names it, such as dpo by `dpo_beta`; None if a key
-        names the loss, or if it is sft."""
+        """The loss that keys imply although no key names it, such as dpo by `dpo_beta`. None if a
+        key names the loss, or if no key implies one."""
         if self.dialect == "open-instruct" and self.keys.keys() & {"dpo_beta", "dpo_loss_type"}:
             return "dpo"
         if self.dialect != "TRL" or "stage" in self.keys:
@@ -311,8 +311,8 @@ def _dialect_by(program: str, verb: str) -> Dialect | None:
 
 
 def _follow(blocks: list[str], words: Sequence[str]) -> None:
-    """Update `blocks`, which are open, for a command that begins or ends a block, such as `if`,
-    whose commands may not run."""
+    """Update the list of open `blocks` after a command that begins or ends a block. The commands in
+    a block, such as `if`, may not run."""
     first = next(iter(words), "")
     if end := _BLOCKS.get(first, "}" * ("()" in "".join(words[:2]))):
         blocks.append(end)
@@ -462,7 +462,7 @@ def _split_call(
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
     """Return the values of `--name value`, `--name=value`, `--name value value` and `--name`. After
-    a recipe's file, which is the value of `config`, also return those of `name=value`."""
+    a recipe's file, which is the value of `config`, also return the values of `name=value`."""
     keys: dict[str, Any] = {}
     name = ""
     for word in words:

@@ -46,7 +46,8 @@ _WORDS = {
 
 
 def words_of(error: ErrorDetails) -> str:
-    """Return which values a key accepts, in pydantic's words unless these name types of Python."""
+    """Return which values a key accepts, in pydantic's words, or in plain words where pydantic
+    names types of Python."""
     told = re.sub("^Input should be |^Value error, ", "", error["msg"])
     words = _WORDS.get(error["type"], told)
     return words.replace("{max_length}", str(error.get("ctx", {}).get("max_length")))
@@ -112,8 +113,8 @@ OffloadChoice = (
 
 
 def told(**parts: str) -> PydanticCustomError:
-    """Return an error for validators to raise. Its parts are `required` and `change`; optionally
-    `given`, and `keys`: those whose values do not fit each other, as `a and b`."""
+    """Return an error for validators to raise. Its parts are `required` and `change`; optional are
+    `given`, and `keys`: the keys whose values do not fit each other, as `a and b`."""
     return PydanticCustomError("told", "{required}", dict(parts))
 
 
@@ -123,8 +124,8 @@ def offloads_to(value: object, target: str) -> bool:
 
 
 def kept_offload(value: OffloadChoice) -> OffloadChoice:
-    """Return the choice in a value of `offload` for kept tensors, without weights; "auto" for
-    {weights: cpu} alone."""
+    """Return a value of `offload` without its choice for weights, that is, for kept tensors alone.
+    {weights: cpu} gives "auto"."""
     if not isinstance(value, dict):
         return value
     kept: OffloadChoice = {kind: target for kind, target in value.items() if kind != "weights"}
@@ -617,7 +618,8 @@ class FourBitsConfig(TypedDict):
 
 
 def _plain(value: FourBits | FourBitsConfig | None) -> FourBits | FourBitsConfig | None:
-    """Return only the type if the scales are quantized too, which is the default."""
+    """Return only the type if the scales are quantized too, which is the default; otherwise return
+    the value unchanged."""
     return value["type"] if isinstance(value, dict) and value.get("double", True) else value
 
 
@@ -1028,7 +1030,8 @@ def all_keys() -> dict[str, FieldInfo]:
 
 
 def keys_below(key: str) -> list[str]:
-    """Return the names of the keys in section `key`, or of a run if empty; [] for other keys."""
+    """Return the names of the keys in section `key`; of the whole run if `key` is empty. [] if
+    `key` is no section."""
     names = [one.rpartition(".") for one in all_keys()]
     return [name for outer, _, name in names if outer == key]
 

@@ -88,8 +88,8 @@ def read_run_file(file: str) -> dict[str, Any]:
 def check_sections(values: Mapping[Any, Any], source: str, outer: str = "") -> dict[str, Any]:
     """Return the values without empty sections.
 
-    Raises ConfigError for a plain value in the place of a section, which flags for keys of the
-    section would replace silently.
+    Raises ConfigError for a plain value in the place of a section: a flag for a key of the section
+    would silently replace this value.
     """
     checked = {}
     for name, value in values.items():
@@ -227,7 +227,8 @@ def _value(key: str, texts: Sequence[str]) -> Any:
 
 
 def _read(key: str, text: str) -> Any:
-    """Parse a mapping or list in YAML, null, or texts separated by commas; else return the text."""
+    """Return the value of a flag's text: a mapping or list in YAML, None for null, a list of texts
+    if it has commas, otherwise the text itself."""
     if text.lstrip()[:1] in ("{", "["):
         change = "quote the value for the shell, and in it every name with odd characters:"
         return read_yaml(text, f"the flag --{key}", f"{change} --{key}='[\"a b.jsonl\"]'")
@@ -280,7 +281,7 @@ def build_run(values: Mapping[str, Any], source: str, flags: RunFlags | None = N
 
 
 def put(values: dict[str, Any], key: str, value: Any, *, beside: bool = False) -> None:
-    """Set a dotted key in nested `values`; `beside`: merge a mapping into an existing section."""
+    """Set a dotted key in nested `values`. `beside`: merge a mapping into the one that is there."""
     *path, name = key.split(".")
     for part in path:
         values[part] = values = values.get(part) or {}

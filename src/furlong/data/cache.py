@@ -154,7 +154,7 @@ class TokenizedSource:
 
     @property
     def tokens_key(self) -> str:
-        """A checksum of all tokens, labels, files and lines."""
+        """A checksum of the arrays `input_ids`, `labels` and `index`."""
         return cache_key(self.arrays.checksums)
 
     @property
@@ -171,7 +171,7 @@ class TokenizedSource:
 
     @property
     def noun(self) -> str:
-        """The word for one draw from the source: sequence, pair or answer."""
+        """The word, for messages, for an item drawn from the source: sequence, pair or answer."""
         return {"preference": "pair", "unpaired": "answer"}.get(self.notes["format"], "sequence")
 
     def lines_of(self, file: int) -> npt.NDArray[np.int64]:
@@ -214,7 +214,8 @@ def cache_folder(given: str | None) -> Path:
 
 @contextmanager
 def creating_folder(folder: Path) -> Iterator[None]:
-    """Create the cache's folder, and turn an OSError inside the context into a ConfigError."""
+    """Context manager: create the cache's folder. Turn an OSError about the folder, or about a file
+    in it, into a ConfigError."""
     told = partial(
         os_errors_told,
         ConfigError,
@@ -229,7 +230,8 @@ def creating_folder(folder: Path) -> Iterator[None]:
 
 
 def status_key(files: Iterable[SourceFile]) -> str:
-    """Return a cache key of files' kinds, paths, sizes, inodes and times. Raises OSError."""
+    """Return a cache key made from each file's format, path, size, inode and times. Raises
+    OSError."""
     found = []
     for file in files:
         parts = []
@@ -254,10 +256,11 @@ def write_tokens(
     Args:
         place: the folder.
         encoded: yields records with their sequences.
-        facts: values to save, as they are after `encoded` has yielded the last sequence.
+        facts: values to save; `encoded` may change them until it has yielded its last sequence.
 
     Raises:
-        OSError: the folder cannot be written; none is left then, nor after an error of `encoded`.
+        OSError: the folder cannot be written. After this, or an error of `encoded`, no folder is
+            left.
     """
 
     def fill(aside: Path) -> tuple[ArrayKinds, dict[str, Any]]:
@@ -291,8 +294,9 @@ def write_tokens(
 class ReferenceLogProbs:
     """Log-probabilities of one source's tokens under a reference model, in the cache.
 
-    Sequences are written in any order and marked once on disk, so that a killed pass can be
-    resumed. The cache key depends on neither the loss nor how the numbers are computed.
+    Sequences are written in any order. Each is marked as done once its numbers are on disk, so that
+    a killed pass can be resumed. The cache key stays the same if the loss, or the way in which the
+    numbers are computed, changes.
     """
 
     def __init__(
@@ -333,8 +337,8 @@ class ReferenceLogProbs:
         return bool(self._done[list(rows)].all())
 
     def write(self, found: Mapping[int, npt.NDArray[Any]]) -> None:
-        """Write log-probabilities of sequences, by row, and mark the rows once they are on disk. A
-        truncated sequence has fewer of them than its row has room for."""
+        """Write log-probabilities of sequences (`found`, by row), and mark the rows once these
+        numbers are on disk. A truncated sequence fills only the first part of its row."""
         for row, values in found.items():
             start = self._start(row)
             self._log_probs[start : start + len(values)] = values

@@ -1,15 +1,15 @@
 """Render conversations with a chat template, and find the assistant's answers in the text.
 
 A template with `{% generation %}` tags shows where the answers are: a mark is rendered at each tag,
-and removed from the text. For any other template, an answer is what the conversation up to and
-including the answer adds to the prompt for it. That holds only if the whole conversation's text
-begins with both of these texts, which is checked: a template may, for instance, drop the reasoning
-of earlier answers. In that case one of furlong's training templates is used if it writes the same
-answers.
+and removed from the text. For any other template, two texts are rendered for each answer: the
+prompt for it, and the conversation up to the end of the answer. The answer is what the second text
+adds to the first. The whole conversation's text must begin with both texts, which is checked: a
+template may, for instance, drop the reasoning of earlier answers. If it does not, furlong uses one
+of its training templates that writes the same answers as the model's template, if there is one.
 
 The text is checked, too: each content, thought, tool call and tool result is searched in the text
-of its message. Users' and tools' messages and the trained answers after them must be there whole;
-if anything else is missing, that is counted and noted.
+of its message. Each answer that is trained on, and each user or tool message before such an answer,
+must be there whole. Anything else that is missing is counted and noted.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class ChatTemplate:
         return f"set data.chat_template to {names}, or use the tokenizer of a chat model"
 
     def _change(self, own: Turns, template: _Template) -> str | None:
-        """Return, in words, a change of the settings with which the conversation can be trained on,
-        or None. Tried are switches of the template, furlong's templates that write the same prompt,
-        and training on the last answers alone."""
+        """Return, in words, a change of the run's settings after which the conversation can be
+        trained on, or None. Three changes are tried: switches of the template, templates of furlong
+        that write the same prompt, and training on the last answers alone."""
         tries = [
             (f"set data.chat_template_kwargs: {{{name}: {json.dumps(value)}}}", template,
              replace(own, kwargs={**own.kwargs, name: value}))
@@ -227,8 +227,9 @@ class ChatTemplate:
         self, own: Turns, template: _Template, *, is_proved: bool = True
     ) -> tuple[str, list[Range], list[str]]:
         """Return the text of a conversation, the ranges that are trained on (empty if the whole
-        text is), and notes. Tool calls are tried in each shape until the template leaves out
-        nothing, which is checked if `is_proved`. Raises DataError."""
+        text is trained on), and notes. Each form of tool calls (`_shapes`) is tried until the
+        template renders one and leaves out nothing. `is_proved`: check that nothing is left out.
+        Raises DataError."""
         errors: list[DataError] = []
         for shape in _shapes(own):
             shaped = replace(own, turns=[shape(turn) for turn in own.turns])
@@ -255,8 +256,8 @@ class ChatTemplate:
         return template.by_prefixes(own)
 
     def _training_template(self, template: _Template, own: Turns) -> tuple[str, _Template] | None:
-        """Return the name of furlong's template that writes the same answers, and the template;
-        None if there is none."""
+        """Return the name and template of furlong's training template that writes the same answers
+        as `template`; None if there is none."""
         if template not in self._trained_by:
             ours = ((name, self._of(text)) for name, text in training_templates().items())
             found = (one for one in ours if self._writes_the_same(own, template, one[1]))
@@ -264,8 +265,8 @@ class ChatTemplate:
         return self._trained_by[template]
 
     def _writes_the_same(self, own: Turns, template: _Template, other: _Template) -> bool:
-        """Return whether both templates render test conversations alike: the whole text of those
-        with one answer, and the last answer of the others."""
+        """Return whether both templates render test conversations alike. Conversations with one
+        answer must be equal as a whole, others in their last answer."""
         num_same = 0
         for turns, has_tools in PROBES:
             probe = Turns(own.origin, turns, [TOOL] if has_tools else None, len(turns) - 1)
@@ -287,8 +288,8 @@ class ChatTemplate:
         return num_same > len(PROBES) // 2
 
     def _as_generated(self, own: Turns, text: str, ranges: list[Range]) -> list[Range]:
-        """Return the answers' ranges, each with the `eot_token` that follows it, and without an
-        empty thought that the template has put at its start."""
+        """Return the answers' ranges, each extended by an `eot_token` right after it. A range
+        begins after an empty thought that the template has put at the start of the answer."""
         is_own = any(_EMPTY.search(turn.get("content", "")) for turn in own.turns)
         found = []
         for start, stop in ranges:
@@ -302,7 +303,7 @@ class ChatTemplate:
 
 
 class _Template:
-    """The text of a template, and the forms of turns that it accepts."""
+    """One chat template, which renders conversations and finds the answers in their texts."""
 
     def __init__(self, text: str, tokenizer: Any) -> None:
         self._text, self._tokenizer = text, tokenizer
@@ -325,7 +326,7 @@ class _Template:
         return sorted(name for name in names if not name.endswith("_token"))
 
     def by_tags(self, own: Turns) -> tuple[str, list[Range]]:
-        """Return the text of a conversation, and those ranges within its generation tags that are
+        """Return the text of a conversation, and the ranges between generation tags that are
         trained on. Raises DataError."""
         text = self.write(own)
         # `return_assistant_tokens_mask` counts characters when a block is rendered, which is wrong
@@ -346,9 +347,10 @@ class _Template:
         """Return the text of a conversation, and the range that each answer adds to its prompt.
 
         Rendering two prefixes for every answer takes time quadratic in the number of answers. So
-        they are rendered only for the first, a middle and the last answer of each kind (same roles
-        and keys of the message and its neighbours). Any other answer is found by the text that
-        separates one of these from the contents beside it. Raises DataError.
+        prefixes are rendered only for the first, a middle and the last answer of each kind. Answers
+        are of one kind if their messages, and the messages beside them, have the same roles and
+        keys. The rendered answers show which texts separate an answer from the contents before and
+        after it. These texts locate the other answers of the kind. Raises DataError.
         """
         text = self.write(own)
         kinds: dict[Any, list[int]] = {}
@@ -376,8 +378,9 @@ class _Template:
         return text, [found[number] for number in sorted(found)]
 
     def _contents(self, own: Turns, text: str) -> dict[int, Range]:
-        """Return the ranges of user and tool contents in the text, by index of the message, found
-        by marks around them. Empty if the marks change anything else in the text."""
+        """Return the range of each user or tool content in the text, by index of the message. To
+        locate the contents, each is rendered between two marks. Empty if the marks change anything
+        else in the text."""
         turns, marked = [*own.turns], []
         for number, turn in enumerate(turns):
             if turn["role"] in ("user", "tool") and (content := turn.get("content", "").strip()):
@@ -436,8 +439,8 @@ class _Template:
 
     def proved(self, own: Turns, shape: TurnShape, text: str, ranges: list[Range]) -> list[str]:
         """Return notes on what the text of a conversation leaves out. Raises CannotBeMaskedError if
-        that is part of an answer that is trained on, or of a user or tool message before one.
-        `shape`: the form that tool calls have in the text."""
+        it leaves out part of an answer that is trained on, or of a user or tool message before such
+        an answer. `shape`: the form that tool calls have in the text."""
         trained = _trained_turns(own)
         places = dict.fromkeys(range(-1, len(own.turns)), (0, len(text)))
         if ranges and len(ranges) == len(trained):
@@ -488,8 +491,8 @@ class _Template:
         path: tuple[Any, ...],
         value: Any,
     ) -> bool:
-        """Return whether the template writes a value, which is at `path` in message `number`:
-        replacing the value changes the text, or makes the template fail."""
+        """Return whether the template writes the value at `path` in message `number` (-1: in the
+        tools): whether the text changes, or the template fails, when the value is replaced."""
         changed: Any = deepcopy({"tools": own.tools} if number < 0 else own.turns[number])
         place = changed
         for key in path[:-1]:
@@ -594,7 +597,7 @@ def _as_openai_has_it(turn: Turn) -> Turn:
 
 
 def only_last_answers(own: Turns) -> Turns:
-    """Return the conversation with only the answers after its last user message to train on."""
+    """Return the conversation, with training limited to the answers after its last user message."""
     asked = [n for n, turn in enumerate(own.turns, start=1) if turn["role"] == "user"]
     return replace(own, first=max([own.first, *asked[-1:]]))
 
@@ -617,7 +620,8 @@ def _end_of(text: str, stops: Iterable[str]) -> str | None:
 
 
 def _values(turn: Turn) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the path of keys to each piece of what a message says, and the piece."""
+    """Yield (path of keys, value) for the content and the thoughts of a message, and for the names
+    and arguments of its tool calls."""
     thoughts = next((key for key in _THOUGHTS if turn.get(key)), None)
     for key in filter(None, ("content", thoughts)):
         said = turn.get(key) or ""
@@ -630,8 +634,8 @@ def _values(turn: Turn) -> Iterator[tuple[tuple[Any, ...], Any]]:
 def _of_function(
     given: Mapping[str, Any], path: tuple[Any, ...], keys: Iterable[str]
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the path and value of each leaf below `keys` in a tool or tool call, which is at
-    `path`. Its function may be below a key `function`."""
+    """Yield the path and value of each scalar under `keys` in a tool or tool call (`given`, at
+    `path`), or in its `function` if it has one."""
     own, path = (given["function"], (*path, "function")) if "function" in given else (given, path)
     for key in keys:
         yield from _leaves(own.get(key), (*path, key))
@@ -659,9 +663,9 @@ def _forms(value: Any) -> Iterator[str]:
 def _missing(
     own: Turns, text: str, places: Mapping[int, Range]
 ) -> list[tuple[int, tuple[Any, ...], Any]]:
-    """Return the values that the text has in no known form: index of the message (-1: tools), path
-    of keys, and value. Each value is searched in the range that `places` has for its message, and
-    no two values share characters."""
+    """Return the values that occur in the text in none of their forms (`_forms`): index of the
+    message (-1: tools), path of keys, and value. Each value is searched in the range that `places`
+    has for its message, and no two values share characters."""
     wanted = [(n, *found) for n, turn in enumerate(own.turns) for found in _values(turn)]
     for number, tool in enumerate(own.tools or ()):
         said = _of_function(tool, ("tools", number), ("name", "description"))
@@ -690,8 +694,9 @@ def _parts(text: str, ranges: list[Range]) -> list[str]:
 
 
 def _with_mark(tag: re.Match[str]) -> str:
-    """Return a generation tag, with an expression inside it that writes its mark. An assignment
-    separates this from the answer, whose white space templates trim beside a tag only."""
+    """Return a generation tag, with an expression inside it that writes a mark. An assignment
+    stands between the mark and the answer: templates trim an answer's white space only beside a
+    tag, and an assignment is a tag."""
     before, is_end, behind = tag.groups()
     if is_end:
         return f"{{%{before} set furlong = 0 %}}{{{{ '{_CLOSE}' }}}}{{% endgeneration {behind}%}}"

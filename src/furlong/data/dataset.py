@@ -1,4 +1,4 @@
-"""Build the data set of a run from sources that are tokenized or in the cache."""
+"""Build the data set of a run from its sources, which are tokenized unless the cache has them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DataSet:
 
     def _fitted(self) -> npt.NDArray[np.bool_]:
         """Make one sequence of each cached row, or several as `data.too_long` says. Return a mask
-        (U,) of the units to keep; a unit is drawn as one: a sequence, or the two of a pair."""
+        (U,) of the units to keep. A unit (a sequence, or the two of a pair) is drawn as a whole."""
         parts, too_long = self.parts, self.settings.too_long
         lens = np.concatenate([part.seq_lens for part in parts])
         starts = np.concatenate([part.starts + self._offsets[i] for i, part in enumerate(parts)])
@@ -135,7 +135,7 @@ class DataSet:
         keeps all.
 
         Each sequence begins at some token of a row, and continues into the rows that follow. The
-        last sequence of a source is what is left.
+        last sequence of a source has the remaining tokens.
         """
         rows, begins, lens = [], [], []
         limit = self.settings.max_seq_len
@@ -153,7 +153,8 @@ class DataSet:
         return np.ones(len(self._rows), bool)
 
     def _any(self, of_rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return a mask (U,) of units (sequences or pairs) with a sequence marked in `of_rows`."""
+        """Return a mask (U,): whether a unit (a sequence or pair) has a sequence marked in
+        `of_rows`."""
         if not len(self.units):
             return np.zeros(0, bool)
         return np.asarray(np.logical_or.reduceat(of_rows, self.units[:, 0]))
@@ -172,8 +173,8 @@ class DataSet:
         self.mixture = self._mixture()
 
     def _mixture(self) -> Mixture:
-        """Return how often an epoch draws from each source. Raises DataError for a source with a
-        share and no sequence."""
+        """Return the `Mixture`, which says how often an epoch draws from each source. Raises
+        DataError for a source that sets `share` and has no sequence."""
         of_rows = np.searchsorted(self._offsets, self._rows, side="right") - 1
         count = len(self.parts)
         sizes = np.bincount(of_rows[self.units[:, 0]], minlength=count).tolist()
@@ -198,11 +199,11 @@ class DataSet:
     def split_off(self, amount: float, seed: int) -> tuple[DataSet, DataSet]:
         """Return the data set to train on and the held-out one.
 
-        All pieces of a record are in the same one.
+        All sequences made of one record are in the same data set.
 
         Args:
-            amount: if below 1, the share of records to hold out, otherwise their number. Each
-                source gives in proportion to its size.
+            amount: if below 1, the share of records to hold out, otherwise their number. The number
+                taken from each source is in proportion to its size.
             seed: determines which records are held out.
 
         Raises:
@@ -265,7 +266,7 @@ class DataSet:
 
     @property
     def noun(self) -> str:
-        """The word for what is drawn: sequence, pair or answer."""
+        """The word, for messages, for an item that is drawn: sequence, pair or answer."""
         return self.parts[0].noun
 
     @property
@@ -309,7 +310,8 @@ class DataSet:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Checksums, by what they cover, that change when a `seq_id` means another sequence."""
+        """Checksums that change when a `seq_id` means another sequence. Keys say what each checksum
+        covers."""
         named = {
             f"the sequences of {named_source(part.source)}": part.tokens_key for part in self.parts
         }
@@ -591,7 +593,8 @@ def _encoded(
     facts: dict[str, Any],
     limit: int | None,
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
-    """Yield a source's records with their sequences; fill `facts` with what is stored of them."""
+    """Yield a source's records with their sequences. Fill `facts` with the values to store beside
+    the tokens: format, fields, highest token id and counts."""
     notes = Notes()
     records = partial(read_records, listing, fields=reading.columns, key=key, limit=limit)
     first = next(records(notes=Notes()))

@@ -45,7 +45,8 @@ _RESPONSE = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.D
 
 
 def columns(fields: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names that furlong's fields may have in data: aliases, those of `data.fields`."""
+    """Return the names that a record may use for furlong's fields: known aliases, and the names
+    that `data.fields` gives."""
     renamed = (theirs for ours, theirs in fields.items() if ours not in _NO_COLUMNS)
     return frozenset((*renamed, *chain(*_ALIASES.values())))
 
@@ -167,7 +168,7 @@ def messages_of(record: SourceRecord, field: str) -> list[Turn]:
     """Return the turns of the conversation in `field`, without keys whose value is null.
 
     Raises:
-        DataError: it is no list of messages with a role and a content of text.
+        DataError: the field holds no list of messages with a role and a content of text.
     """
     messages = record.fields[field]
     required = f'{field}: [{{"role": "user", "content": "..."}}, ...]'
@@ -209,7 +210,8 @@ def answers(turns: list[Turn]) -> bool:
 
 
 def may_be_trained(turn: Mapping[str, Any]) -> bool:
-    """Return whether no key of a message excludes it from the loss."""
+    """Return whether a message may be trained on: its keys `MARKS`, such as `train`, may forbid
+    that."""
     return all(turn.get(mark, True) for mark in MARKS)
 
 

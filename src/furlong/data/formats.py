@@ -1,7 +1,8 @@
 """The formats of records: the table `FORMATS` has a row for each, with the fields that it needs.
 
-`auto` means the first format in the table whose fields the first record of a source has; it then
-holds for the whole source. `preference` and `unpaired` are chosen by the loss alone.
+`auto` means the first format in the table whose fields the first record of a source has. All
+records of the source are then read in this format. `preference` and `unpaired` are chosen by the
+loss alone.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def read_text(record: SourceRecord) -> tuple[Rendered] | str:
 
 
 def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...] | str:
-    """Return a completion, an instruction's output or the answers after the last user message,
-    desirable or not by `label`; or return why the record is left out."""
+    """Return the answer that `label` calls desirable or not: a completion, an instruction's output,
+    or the answers after the last user message. Or return why the record is left out."""
     label = record.fields["label"]
     if label not in (0, 1):
         raise record.refusal(
@@ -229,7 +230,7 @@ class Reading:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The names that the fields to be read may have in the data."""
+        """All names that a record may use for the fields that are read."""
         return FIELDS | columns(self.fields)
 
     @property
@@ -250,7 +251,8 @@ class Reading:
         return replace(self, format=decide_format(first, self.fields))
 
     def facts(self, first: SourceRecord) -> dict[str, Any]:
-        """Return the format, and the names that the fields it needs have in the first record."""
+        """Return the format, and the fields that the format needs, as the first record names
+        them."""
         assert self.format != "auto"
         _, names = renamed(first, self.fields)
         needed = FORMATS[self.format].needed if first.line else ()
@@ -261,7 +263,7 @@ class Reading:
 
         Raises:
             DataError: the record's chat_template_kwargs are invalid, or a message is marked as not
-                trained on where the whole text is.
+                trained on although the whole text is trained on.
         """
         own = record.fields.get("chat_template_kwargs") or {}
         if not isinstance(own, dict) or refused_kwargs(own):
@@ -303,9 +305,10 @@ def encode(
 def read_whole(
     records: Iterable[SourceRecord], tokenizer: Any, reading: Reading, notes: Notes
 ) -> Iterator[tuple[SourceRecord, tuple[Rendered | Turns | Encoded, ...] | str]]:
-    """Yield each record, with furlong's names of fields, and what its format makes of it.
+    """Yield each record, with furlong's names of fields, and the texts, conversations or token ids
+    in it.
 
-    The latter is a text with the reason if the record is left out.
+    If a record is left out, the reason is yielded in their place.
 
     Args:
         records: the records of a source.
@@ -448,7 +451,8 @@ def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}
 
 
 def _renaming(fields: Mapping[str, Any]) -> str:
-    """Return `data.fields`, as text, that may suit a record with other names; empty if none may."""
+    """Return, as text, the `data.fields` with which a record of no known format may be read; empty
+    if its fields do not suit."""
     texts = [name for name, value in fields.items() if isinstance(value, str) or value is ...]
     asked, said = (next((n for n in names if n in texts), "") for names in (_ASKED, SAID))
     for name, value in fields.items():

@@ -33,7 +33,8 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoaderState:
-    """The position of the next batch; a resumed run needs it, the data set and the seed."""
+    """The position of the next batch. With the data set and the seed, it determines all further
+    batches."""
 
     epoch: int = 0
     batch: int = 0
@@ -45,8 +46,8 @@ class LoaderState:
 class TrainBatch:
     """The sequences of one optimizer step, and the loader's state after them.
 
-    Tokens stay on disk until `tensors` or `part` reads them into CPU memory; the engine sends those
-    of each chunk to its device.
+    Tokens stay on disk until `tensors` or `part` reads them into CPU memory. The engine copies the
+    tokens of each chunk to its device.
     """
 
     sequences: tuple[Sequence, ...]
@@ -97,14 +98,15 @@ class Mixture:
 
     @property
     def draws(self) -> tuple[int, ...]:
-        """The number of sequences that an epoch draws from each source."""
+        """The number of sequences (or pairs) that an epoch draws from each source."""
         return tuple(
             max(1, math.floor(weight * size + 0.5)) if size else 0
             for size, weight in zip(self.sizes, self.weights, strict=True)
         )
 
     def order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-        """Return `(sum(draws),)` indices into the data set: the draws of an epoch, shuffled."""
+        """Return `(sum(draws),)` indices of sequences (or pairs): the draws of an epoch,
+        shuffled."""
         start, drawn = 0, []
         for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
             drawn.append(start + _draw(size, draws, (seed, source), epoch))
@@ -131,7 +133,8 @@ def _draw(size: int, draws: int, seed: tuple[int, int], epoch: int) -> npt.NDArr
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """The global batches of each epoch: its draws, cut into batches; none spans two epochs."""
+    """The global batches of each epoch: the epoch's draws are cut into batches, and no batch spans
+    two epochs."""
 
     mixture: Mixture
     size: StepSize
@@ -146,12 +149,13 @@ class Epochs:
 
 
 def count_steps(num_epochs: float, epochs: Epochs, has_label: npt.NDArray[np.bool_]) -> int:
-    """Return the number of optimizer steps in some epochs: batches with a label, at least one.
+    """Return the number of optimizer steps in some epochs, at least 1. Batches without a label take
+    no step.
 
     Args:
         num_epochs: may be a fraction.
         epochs: the batches.
-        has_label: (U,) whether each draw has a label; batches without one are skipped.
+        has_label: (U,) whether each draw has a label.
     """
     num_steps = 0
     for epoch in range(math.ceil(num_epochs)):

@@ -63,8 +63,8 @@ def is_of_texts(record: SourceRecord) -> bool:
 def check_pair(pair: Items[Encoded], *, of_texts: bool) -> list[Encoded] | str:
     """Return the two sequences of a pair, or the reason why the pair is left out.
 
-    In plain texts (`of_texts`), all tokens from the first that differs on are trained on: the last
-    word of the common beginning may be tokenized differently in each.
+    In plain texts (`of_texts`), the first token that differs and all tokens after it are trained
+    on: the last word of the common beginning may be tokenized differently in each text.
     """
     chosen, rejected = pair
     if np.array_equal(chosen.input_ids, rejected.input_ids):
@@ -149,8 +149,9 @@ def _conversations(record: SourceRecord) -> tuple[list[Turn], list[Turn], int]:
 
 
 def _answer(record: SourceRecord, name: str) -> list[Turn]:
-    """Return the turns of the answer `name`. A text replaces the last message of the other answer
-    if that is a whole conversation; else it is one message. Raises DataError."""
+    """Return the turns of the answer `name`. An answer that is a text becomes one assistant
+    message; if the other answer is a whole conversation, this message replaces its last one. Raises
+    DataError."""
     given = record.fields[name]
     if not isinstance(given, str):
         return messages_of(record, name)
@@ -164,8 +165,8 @@ def _answer(record: SourceRecord, name: str) -> list[Turn]:
 
 
 def _asked(record: SourceRecord) -> list[Turn]:
-    """Return the turns before both answers of a record without `prompt`: those of its instruction
-    or `messages`."""
+    """Return the prompt's turns in a record without `prompt`: those of its instruction or its
+    `messages`."""
     if "instruction" in record.fields:
         return instruction_turns(record)
     if isinstance(record.fields.get("messages"), list):
@@ -178,7 +179,8 @@ def _said(turn: Turn) -> tuple[str, str]:
 
 
 def _repeats(answer: list[Turn], prompt: list[Turn]) -> bool:
-    """Return whether an answer repeats a prompt's message before its first assistant message."""
+    """Return whether one of the prompt's messages occurs in an answer before the first assistant
+    message."""
     head = takewhile(lambda turn: turn["role"] in ("system", "developer", "user"), answer)
     return not {_said(turn) for turn in prompt}.isdisjoint(map(_said, head))
 
@@ -193,7 +195,7 @@ def _repeated(prompt: str, chosen: str, rejected: str) -> int:
 
 
 def require_answers(pair: Items[Encoded], limit: int, origin: str, noun: str = "pair") -> None:
-    """Require an answer in the first `limit` tokens of both sequences, and that these differ.
+    """Require that the first `limit` tokens of both sequences hold an answer and are not equal.
 
     Args:
         pair: the two sequences of a record.

@@ -79,7 +79,8 @@ class Notes(dict[str, list[int]]):
 
 
 def left_out(notes: Mapping[str, Items[int]], listing: Listing | None = None) -> str:
-    """Return the counts as text, each after a comma; with `listing`, also its first record."""
+    """Return the counts as text, each after a comma; with `listing`, also the first record of each
+    count."""
     return "".join(
         f", {count:,} {what}" + (f" (first: {listing.files[file].origin(line)})" if listing else "")
         for what, (count, file, line) in notes.items()
@@ -125,8 +126,8 @@ def read_records(
         fields: the fields that will be read. Other columns of a table are not decoded.
         key: the key of the run file that names the source, for messages.
         limit: the most records to yield; None for all.
-        skip: the number of lines or rows at the start of the first file that may be left out,
-            which is done where it saves reading them.
+        skip: how many lines or rows at the start of the first file the caller does not need. They
+            are left out where this saves reading them.
 
     Raises:
         DataError: a file or record cannot be read (names file and line), or no record is left.
@@ -164,8 +165,9 @@ def _has_nul(file: SourceFile) -> bool:
 
 
 def _slices(listing: Listing, key: str) -> list[tuple[int, Items[SourceFile], int, int]]:
-    """Return, for each split or slice listed, the number of its first file, its files and its
-    half-open range of records. Raises DataError for an invalid slice and for an overlap."""
+    """Return, for each split or slice listed: the number of its first file, its files, and the
+    start and stop of its range of records. Raises DataError for an invalid slice and for an
+    overlap."""
     from datasets import ReadInstruction
 
     found: list[tuple[int, Items[SourceFile], int, int]] = []
@@ -314,8 +316,8 @@ def _lines(file: SourceFile, note: Note) -> Iterator[tuple[int, str]]:
 
 
 def _read_json(file: SourceFile, note: Note, fields: Collection[str], skip: int) -> Rows:
-    """Yield the number and value of each object in a JSON file. A file of messages alone yields one
-    conversation."""
+    """Yield the number and value of each object in a JSON file. If the file holds only messages,
+    yield them as one conversation."""
     rows = _json_objects(file, note)
     talk: list[Mapping[str, Any]] = []
     for at, record in rows:
@@ -406,8 +408,8 @@ def _record(value: Any, text: str, note: Note) -> Mapping[str, Any]:
 
 
 def is_message(value: Any) -> bool:
-    """Return whether a value is a message and not a record: a message with an id, such as a
-    conversation's, is a record."""
+    """Return whether a value is a message. An object with the keys of a message and an id, such as
+    `conversation_id`, is a record instead."""
     keys = value.keys() if isinstance(value, dict) else set[str]()
     is_message = keys >= {"role", "content"} or keys >= {"from", "value"}
     return is_message and not any(key.endswith("_id") and key != "tool_call_id" for key in keys)

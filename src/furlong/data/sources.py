@@ -1,7 +1,8 @@
 """List the files of a source of `data.train` or `data.eval`: a file, a folder or a hub data set.
 
-Listing reads no records: names and endings decide, and the configurations in a data set's card.
-Loading data runs no code of the data: no pickle, no loading script, no remote code.
+Listing reads no records: it goes by the names and endings of files, and by the configurations in a
+data set's card. Loading data runs no code of the data: no pickle, no loading script, no remote
+code.
 
 `datasets` lists files too. But it leaves out, silently, each file whose name has no word for a
 split where others have one. For every card, also a valid one, it composes an error message in which
@@ -80,7 +81,7 @@ class SourceFile:
 
     @property
     def parts(self) -> list[Path]:
-        """The files that hold its content. Raises OSError."""
+        """The files to read: the file itself, or all files of the folder. Raises OSError."""
         return walk(self.path)[0] if self.kind == "dataset" else [self.path]
 
     @property
@@ -187,8 +188,8 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
     Args:
         source: the source.
         key: the key of the run file that names it, for messages.
-        fetch: whether files of the hub are downloaded. If not, these, like files at any other
-            address, are read remotely.
+        fetch: True downloads files of the hub. False leaves them, and files at any other address,
+            to be read remotely.
 
     Raises:
         DataError: the source does not exist, cannot be read, or is ambiguous.
@@ -222,7 +223,8 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
 
 
 def _by_content(files: list[SourceFile], notes: list[str]) -> list[SourceFile]:
-    """Return the files, as JSON if all are plain texts that begin like JSON. Raises OSError."""
+    """Return the files, as files of JSON if all are plain texts that begin like JSON. Raises
+    OSError."""
     for file in files:
         if file.kind != "text" or file.codec is not None:
             return files
@@ -234,10 +236,10 @@ def _by_content(files: list[SourceFile], notes: list[str]) -> list[SourceFile]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether a source's path means a data set of the hub.
+    """Return whether a source's path names a data set of the hub.
 
-    The path does if it begins with hf://datasets/, or if it is OWNER/NAME without an ending of a
-    data file and nothing of that name exists here.
+    Such a path begins with hf://datasets/, or is OWNER/NAME without an ending of a data file. The
+    second form names a local file or folder instead if one exists.
     """
     if path.startswith(_HUB):
         return True
@@ -600,7 +602,8 @@ def _named_by_card(
 
 
 def _kind_among(names: list[Path], meant: _Meant) -> tuple[list[Path], bool]:
-    """Return the files of records, or all files if they are texts, and whether they are records.
+    """Return the files that hold records, and True. If there are none, return all files, which are
+    then read as texts, and False.
 
     Raises DataError for records among other files. In a data set of the hub the other files are
     left out and noted.
@@ -638,7 +641,8 @@ def _kind_among(names: list[Path], meant: _Meant) -> tuple[list[Path], bool]:
 def _of_split(names: list[Path], are_records: bool, meant: _Meant) -> list[Path]:
     """Return the files of the source's split, or all if they belong to one split.
 
-    If only some texts name a split, all are read: test.py is a program. Raises DataError.
+    If only some texts have a split in their name, all texts are returned: test.py may be a program.
+    Raises DataError.
     """
     split = meant.split
     described = [name for name in names if are_records or not _is_named_card(name)]
@@ -680,9 +684,8 @@ def _splits_on_disk(folder: Path) -> list[str]:
 
 
 def _refuse_incomplete(records: Iterable[Path], dangling: Iterable[Path], meant: _Meant) -> None:
-    """Require that no link to records leads nowhere, and that a shard such as
-    `train-00000-of-00002` has all its siblings: an interrupted download lacks some. Raises
-    DataError."""
+    """Raise DataError if a link to records leads nowhere, or if a shard such as
+    `train-00000-of-00002` lacks a sibling, as after an interrupted download."""
     missing = [
         f"{printable(link)}: a link that leads nowhere"
         for link in dangling

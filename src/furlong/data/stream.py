@@ -108,8 +108,9 @@ class StreamBlock:
 class SharedBlocks:
     """A folder through which one process of a machine, the reader, shares its blocks or its error.
 
-    All processes draw the same sequences, so each asks for the blocks that the reader reads. When a
-    batch starts, all have finished the batch before, so none waits for a removed block.
+    All processes draw the same sequences, so each asks for the blocks that the reader reads. Blocks
+    are removed when a batch starts. All processes have then finished the batch before, so no
+    process waits for a block that is removed.
     """
 
     def __init__(self, folder: Path, reader: int | None = None) -> None:
@@ -132,7 +133,8 @@ class SharedBlocks:
         self, key: str, start: Position, read: Callable[[], StreamBlock],
         is_wanted: Callable[[], bool],
     ) -> StreamBlock | None:  # fmt: skip
-        """Return a key's block: the reader calls `read` and shares it, other processes wait.
+        """Return the block of a key. The reader calls `read` and shares the block; other processes
+        wait.
 
         A process that waits returns None once `is_wanted()` is false. Raises the UserError that
         `read` raises, in every process.
@@ -328,7 +330,8 @@ class Reader:
 
     @property
     def keys(self) -> list[str]:
-        """The keys, in `SharedBlocks`, of the current block and the next, as far as known."""
+        """The keys, in `SharedBlocks`, of the current block and, once it is read, of the next
+        block."""
         known = [self.cursor.block]
         if self.block is not None:
             known += [self.block.start, self.block.end]
@@ -400,8 +403,8 @@ class Reader:
     def _encode(self, start: Position) -> Generator[tuple[SourceRecord, list[Encoded]]]:
         """Yield the records from a position to the end of its epoch, with their sequences.
 
-        Files are numbered in the epoch's order. With a limit on records this is the order of the
-        listing, since the limit means the first records.
+        Files are numbered in the epoch's order. With a limit on records, files keep the order of
+        the listing, since the limit selects the first records.
         """
         files, skipped = self.listing.files, 0
         if self._limit is None:
@@ -423,7 +426,7 @@ class Reader:
 
     def _fitted(self, record: SourceRecord, sequences: list[Encoded]) -> list[Encoded]:
         """Return the sequences of a record, cut or left out as data.too_long says. Raises DataError
-        for one that is too long and may not be cut."""
+        for a sequence that is too long and may not be cut."""
         limit, too_long = self._settings.max_seq_len, self._settings.too_long
         if self._settings.join:
             return sequences
@@ -450,7 +453,8 @@ class Reader:
 
 
 def _joined(found: Items[tuple[str, Encoded]], limit: int) -> list[tuple[str, Encoded]]:
-    """Concatenate texts, and cut them to sequences of `limit` tokens; the last one has the rest."""
+    """Concatenate texts, and cut them to sequences of `limit` tokens; the last sequence has the
+    rest."""
     ids = np.concatenate([np.zeros(0, np.int32), *(one.input_ids for _, one in found)])
     ends = np.cumsum([len(one.input_ids) for _, one in found])
     cut = []
@@ -526,7 +530,8 @@ class StreamSet:
         return np.array([one.num_valid_tokens for one in self.sample])
 
     def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
-        """Return the lengths of `sample`, which stand for those of an epoch."""
+        """Return the lengths of `sample`, in place of the lengths of an epoch, which are
+        unknown."""
         return self.seq_lens
 
     @property
@@ -552,7 +557,7 @@ class StreamSet:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Require token ids and labels below `vocab_size`.
 
-        Raises DataError: now for blocks in memory, later for those that are read later.
+        Blocks in memory are checked now, other blocks when they are read. Raises DataError.
         """
         self._vocab_size = vocab_size
         for reader in self._readers:

@@ -191,8 +191,8 @@ def _changed(files: Mapping[str, bytes], values: Mapping[str, Any], name: str = 
 
 
 def _difference(own: Any, other: Any, reason: str) -> str:
-    """Return in words how the tokenizer `other` differs on `_PROBES`, or an empty text. `reason`:
-    why it could not be loaded, if it is None."""
+    """Return in words how the tokenizer `other` differs from `own` on `_PROBES`; empty if it does
+    not. If `other` is None, `reason` says why it could not be loaded."""
 
     def ids(tokenizer: Any, text: str) -> Any:
         try:
@@ -210,11 +210,11 @@ def _difference(own: Any, other: Any, reason: str) -> str:
 
 
 def _apply_flags(tokenizer: Any, flags: Mapping[str, Any]) -> bool:
-    """Apply flags of tokenizer_config.json; return whether those for BOS and EOS were applied.
+    """Apply flags of tokenizer_config.json; return whether the flags for BOS and EOS were applied.
 
-    transformers 4 applied them in some classes; transformers 5 ignores them beside a
-    tokenizer.json. Flags that are not applied are printed. `legacy` matters only when transformers
-    makes a tokenizer.json.
+    transformers 4 applied these flags in some classes; transformers 5 ignores flags beside a
+    tokenizer.json. A flag for BOS or EOS that differs from tokenizer.json is printed, applied or
+    not. `legacy` matters only when transformers makes a tokenizer.json.
     """
     from tokenizers import pre_tokenizers
 
@@ -286,7 +286,8 @@ def token_in_words(token: int, tokenizer: Any) -> str:
 
 
 def tokenizer_of(config: RunConfig) -> Any:
-    """Return the tokenizer of a run: `model.tokenizer`, the model's, or `NoTokenizer` without one.
+    """Return the tokenizer that `model.tokenizer` names, by default the model's. If the model has
+    none, return `NoTokenizer`.
 
     Raises:
         ConfigError: see `load_tokenizer`.
@@ -380,7 +381,8 @@ def tokenized(
     Args:
         items: records with texts or token ids.
         tokenizer: the tokenizer.
-        notes: counts texts without an end, or with special tokens that are not added again.
+        notes: counts texts that get no EOS, as the tokenizer has none, and texts with special
+            tokens that are not added again.
 
     Raises:
         UserError: a text is too long, or the tokenizer cannot tokenize or mask it.
@@ -395,7 +397,8 @@ def tokenized(
 
 
 def _has_own_end(own: Items[Rendered | Encoded]) -> bool:
-    """Return whether EOS is added to these sequences: texts that no chat template wrote."""
+    """Return whether these sequences are texts that no chat template wrote, so that EOS is
+    added."""
     return isinstance(own[0], Rendered) and not own[0].by_template
 
 

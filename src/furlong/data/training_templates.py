@@ -1,9 +1,9 @@
 """furlong's training templates: chat templates with generation tags around the answers.
 
 They write what the models' templates write, but keep the thoughts of every answer, as each was
-generated. Their texts are `templates/*.jinja` beside this file. Those that TRL ships are not used:
-three of them train on tokens of the prompt (see the table in docs/data-chat.md), and those of other
-models mask no conversation that would be refused without them.
+generated. Their texts are `templates/*.jinja` beside this file. TRL's training templates are not
+used. Three of them train on tokens of the prompt (see the table in docs/data-chat.md). TRL's
+templates for further models are not needed: furlong masks the same conversations without them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _EMPTY_ANSWER = "an empty answer"
 
 
 class Unread:
-    """Counts the fields of one source that nothing reads, and notes on its answers."""
+    """Counts, for one source, the fields that nothing reads and faults such as empty answers."""
 
     def __init__(
         self, notes: Notes, template: str, needed: tuple[str, ...], lost: Mapping[str, str],
@@ -188,7 +188,8 @@ def _refusal(name: str, value: Any, messages: str, one: Any = None) -> tuple[str
 
 
 def _remarks(own: Any) -> Iterator[str]:
-    """Yield notes on empty answers, and on calls and tools that a table has filled with null."""
+    """Yield notes on empty answers, on null values in calls and tools that a table has filled in,
+    and on arguments that are no JSON object."""
     ranges = own.ranges or () if isinstance(own, Rendered) else ()
     if ranges and not any(own.text[start:stop].strip() for start, stop in ranges):
         yield _EMPTY_ANSWER
@@ -224,7 +225,8 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a value is a bool or a number in [0, 1), as loss weights are, or holds one."""
+    """Return whether a value is a bool, or a number in [0, 1), as loss weights are. A list needs
+    one such item, an object one bool."""
     if isinstance(value, dict):
         return any(isinstance(one, bool) for one in value.values())
     if isinstance(value, list):
@@ -239,7 +241,8 @@ def _differs(name: str, value: list[Any]) -> bool:
 
 
 def _marks_tokens(name: str, value: Any, own: Encoded) -> bool:
-    """Return whether a field beside `input_ids` may be a token mask or ends of packed sequences."""
+    """Return whether a field beside `input_ids` may be a token mask, or the ends or lengths of
+    packed sequences."""
     # tokenizers return a special_tokens_mask, which is no loss mask
     is_named = bool(_MARKING.search(name)) and name != "special_tokens_mask"
     if isinstance(value, str):
