@@ -1,9 +1,9 @@
 """Presets of sequence lengths: length distributions that papers state, and samples from them.
 
 A preset is a list of points (tokens, share of sequences with fewer tokens). Between two points
-lengths are log-uniform, and so they are from `shortest_tokens` to the first point and from the last
-point to `longest_tokens`. A sample thus keeps each stated share; all else is an assumption (see
-`assumed` of each preset and docs/presets.md). K is 1,024 tokens.
+lengths are log-uniform, as they are from `shortest_tokens` to the first point and from the last
+point to `longest_tokens`. A sample keeps each share that the paper states; the lengths between are
+an assumption (see `assumed` of each preset and docs/presets.md). K is 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def sample_lengths(
 def draw_with_longest(
     name: str, count: int, seed: int = 0, *, max_seq_len: int | None = None
 ) -> tuple[int, ...]:
-    """Return the preset's longest length and `count` - 1 drawn ones. A plan that fits these lengths
-    fits the worst step of such data."""
+    """Return the longest length of the preset `name`, then `count` - 1 drawn lengths. A plan whose
+    memory suffices for these lengths suffices for any step of such data."""
     others = sample_lengths(name, count - 1, seed, max_seq_len=max_seq_len)
     longest = length_preset(name).longest_tokens
     return (longest if max_seq_len is None else min(longest, max_seq_len), *others)

@@ -3,11 +3,11 @@
     Machine.named("H100")                     # data sheet and assumptions
     Machine.named("H100").calibrated("bfloat16")   # measured by furlong calibrate, if it was run
 
-Efficiency saturates with the tokens t of a call: best * t / (t + half_tokens). Equivalently a call
-costs its FLOPs at the best rate plus a fixed time worth `half_tokens` tokens. Without the fixed
-time each search would pick the smallest chunk. InfiniPipe (Appendix B) and ChunkFlow (Table 6)
-report the same shape: fewer tokens per call, less throughput. Costs that no data sheet states and
-that are small for large models (element-wise kernels, slices, tiles) are 0 until a calibration.
+Efficiency saturates with the tokens t of a call: best * t / (t + half_tokens). In other words, a
+call takes the time of t + `half_tokens` tokens at the best rate. Without this fixed addition each
+search would pick the smallest chunk. InfiniPipe (Appendix B) and ChunkFlow (Table 6) report the
+same shape: fewer tokens per call, less throughput. Launches per pass and per slice, which are short
+for large models, cost nothing on a card until a calibration.
 
 Seconds on a link: latency plus bytes over bandwidth, per collective (InfiniPipe, Eq. 2).
 
@@ -194,8 +194,8 @@ class Machine:
         return self.memory_bytes - self.reserved_bytes
 
     def seconds_between(self, seconds: float) -> tuple[float, float]:
-        """Return the least and the most seconds that a step of predicted `seconds` may take, by the
-        error of the calibration or of the assumptions."""
+        """Return the least and the most seconds that a step with predicted `seconds` may take. The
+        relative error is the calibration's or, without a calibration, an assumed one."""
         error = ASSUMED_ERROR[self.device_type] if self.time_error is None else self.time_error
         return seconds / (1 + error), seconds * (1 + error)
 
@@ -205,11 +205,11 @@ class Machine:
         num_local: int = 1,
         free_bytes: int | None = None,
     ) -> tuple[int, str]:
-        """Return the device's memory budget in bytes, and words that say where it comes from.
+        """Return the device's memory budget in bytes, and the budget's origin in words.
 
         Args:
-            given: The budget that the user set (words warn if it exceeds the memory); "auto": a
-                share of the free memory.
+            given: The budget that the user set, in bytes; "auto": a share of the free memory. The
+                words warn of a budget that exceeds the memory.
             num_local: Number of processes that share a CPU's RAM.
             free_bytes: Free bytes of a card before a model is loaded; None: all but
                 `CONTEXT_BYTES`.
@@ -231,8 +231,9 @@ class Machine:
         return otherwise if self.memory_error is None else max(_LEAST_MARGIN, self.memory_error)
 
     def computing_in(self, dtype: str) -> Machine:
-        """Return the device with the peak FLOPs of `dtype`; unchanged if none are known (16 bits,
-        CPUs). `half_tokens` grows with the peak and with the bytes of a weight to be read."""
+        """Return the device with the peak FLOPs of `dtype` if they are known, else unchanged (CPUs,
+        16-bit dtypes). `half_tokens`, which stand for the time to read weights, are scaled by the
+        ratio of the peaks and of the bytes per weight."""
         peak = self.wide_flops_per_s.get(dtype)
         if peak is None:
             return self
@@ -260,8 +261,9 @@ class Machine:
 
     def calibrated(self, dtype: str, file: Path | None = None) -> Machine:
         """Return the machine with the calibration for `dtype` from `file` or the user's cache. If
-        there is none, or one of another machine, return `computing_in(dtype)`. Calibrated rates are
-        shares of the 16-bit peak in any dtype. Raises ConfigError unless `save` wrote the file."""
+        the file is missing or was measured on another machine, return `computing_in(dtype)`.
+        Calibrated efficiencies are shares of the 16-bit peak, whatever the dtype. Raises
+        ConfigError unless `save` wrote the file."""
         file, assumed = file or self.calibration_file(dtype), self.computing_in(dtype)
         if not os.path.exists(file):
             return assumed
@@ -484,7 +486,7 @@ class ClusterLinks:
         return self.link("p2p", between).seconds(num_bytes)
 
     def effective(self, collective: Collective, group_size: int, num_nodes: int = 1) -> Link:
-        """Return the link that one device has in a collective, for the bytes that the device moves.
+        """Return the latency and bandwidth at which one device moves its bytes in a collective.
 
         The group is spread evenly over `num_nodes` nodes. A ring enters each node once: each byte
         crosses a node's adapters once, and each of the node's g devices moves 1/g of the bytes. In
@@ -507,9 +509,9 @@ class ClusterLinks:
     ) -> float:
         """Return the seconds of a collective.
 
-        `num_bytes`: size of the larger side on one device: the gathered result, the gradient before
-        it is scattered, the buffer of an all-to-all. All but the device's own share of them moves,
-        in an all_reduce twice.
+        `num_bytes`: bytes of one device's input or output, whichever is larger: the gathered
+        result, the gradient before the scatter, the buffer of an all-to-all. All of these bytes but
+        the device's own share are moved, in an all_reduce twice.
         """
         if group_size <= 1:
             return 0.0

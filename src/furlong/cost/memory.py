@@ -9,15 +9,15 @@ and freed. A cell is one chunk at one stage:
 
     ids            token ids and positions: from stage 0's Forward to its Backward
     gradients      of a stage: made by its first Backward, layer by layer, as the graph is freed
-    inputs         hidden states before a stage: from the pass that delivers them to the last pass
-                   that reads them. The cell's Backward, if any, overwrites them with their
-                   gradient, which is freed by the Backward of the stage before. If offloaded, each
-                   pass but the Backward reads them
-    attention      attention outputs: written by the Forward that saves them, read by the Recompute
-                   and by a RebuildKV
+    inputs         hidden states before a stage: from the pass that makes them to the last pass that
+                   reads them. The cell's Backward, if any, overwrites the hidden states with their
+                   gradient, which the Backward of the stage before frees. Offloaded inputs are read
+                   by each pass but the Backward
+    attention      attention outputs: saved by the Forward, reused by the Recompute and by a
+                   RebuildKV
     graphs         of retained cells: from the Forward to the Backward
     graph again    of recomputed cells: from the Recompute to the Backward
-    leaf           the input of a graph, if the stored input is offloaded or has no reader left
+    leaf           the copy of the input that a graph holds after `inputs` are offloaded or freed
     states         of recurrent layers at the end of a chunk of a cut sequence: held and offloaded
                    like the chunk's K,V; passes of the next chunk work on a copy
     state gradients  from the next chunk's Backward to the chunk's own; on the device
@@ -109,7 +109,7 @@ class PlanTraffic:
     num_writes: NDArray[np.float64]
 
     def to_json(self) -> dict[TensorKind, dict[str, Any]]:
-        """Return by kind of tensor the offload target, and the bytes read and written if any."""
+        """Return kind of tensor -> offload target, bytes read and bytes written, of moved kinds."""
         sums = zip(TENSOR_KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
         moved = {kind: (round(float(read)), round(float(written))) for kind, read, written in sums}
         return {
@@ -237,7 +237,7 @@ class StageBytes:
         return max(self.attention_layers, default=0.0)
 
     def graph(self, recompute_layers: int = 0) -> float:
-        """Return the bytes per token of the graph, with `recompute_layers` checkpointed."""
+        """Return the graph's bytes per token, with the first `recompute_layers` checkpointed."""
         if recompute_layers not in self._sums:
             kept = sum(self.graph_layers[recompute_layers:])
             self._sums[recompute_layers] = kept + recompute_layers * self.message + self.ends
@@ -257,8 +257,8 @@ def stage_bytes(
     training: Training,
     factor: float = 1.0,
 ) -> StageBytes:
-    """Return the bytes of a stage per token of a chunk. `factor`: measured bytes of a graph over
-    counted ones, from a calibration.
+    """Return the bytes of a stage per token of a chunk. `factor`: ratio of a graph's measured bytes
+    to its counted bytes, from a calibration.
 
     Graphs are those of transformers' modules with chunk attention. Logits exist for one tile at a
     time: in compute dtype and in float32, each with its gradient, and as a log-softmax.
@@ -318,11 +318,13 @@ _STAGING_BYTES, _NUM_LARGEST = 2**25, 5
 
 
 def tile_tokens(vocab_size: int, device_type: str) -> int:
-    """Return the number of tokens per tile of the loss: logits are then small beside activations.
+    """Return the number of tokens per tile of the loss, such that a tile's logits are small beside
+    activations.
 
-    On a CPU 128 to 256: fewer cost time, more cost memory and gain little. Measured on one thread
-    in float32 with D 896 and a trained head; milliseconds per token and MiB of peak above the start
-    (about three times the tile's logits, and the V x D gradient that autograd allocates per tile):
+    On a CPU the number is 128 to 256: smaller tiles are slower, larger ones take more memory and
+    are hardly faster. Measured on one thread in float32 with D 896 and a trained head: milliseconds
+    per token and MiB of peak above the start (about three times the tile's logits, and the V x D
+    gradient that autograd allocates per tile):
 
         tokens             64           128           256          1,024
         V 4,096     0.32   58    0.31   51    0.26   59    0.25   90
@@ -359,15 +361,16 @@ class PlanMemory:
         return stage_bytes(self.shape, stages, stage, self.training, self.activation_factor)
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
-        """Return the peak bytes of the loss at the last stage (0 at other stages): a tile's logits
-        or, in a backward if that is more, their gradient with the head's gradient."""
+        """Return the peak bytes of the loss at the last stage (0 at other stages): of a tile's
+        logits or, if larger in a backward, of the gradients of logits and head."""
         tile = min(num_tokens, tile_tokens(self.shape.vocab_size, self.device_type))
         num_logits = self.shape.vocab_size * tile if cell.logit else 0.0
         gradient = max(self.training.compute_bytes, _FLOAT32) * num_logits + cell.head_gradient
         return max(cell.logit * num_logits, gradient if backward else 0.0)
 
     def heap_bytes(self, plan: ChunkPlan, rank: int) -> int:
-        """Return freed bytes that the C library keeps all through a step, counted as buffers."""
+        """Return the freed bytes that the C library keeps all through a step, in place of returning
+        them to the system. They count as buffers."""
         if not self.heap_blocks and not self.heap_share:
             return 0
         shape, training = self.shape, self.training
@@ -453,8 +456,8 @@ def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
 
 
 def _unlike(plan: ChunkPlan, loads: Mapping[int, list[list[float]]]) -> list[int]:
-    """Return one of the rank's processes for each set of processes with equal `loads` and equal
-    shares of each cut sequence. The simulation of one serves for the set."""
+    """Divide the rank's processes into sets with equal `loads` and equal shares of each cut
+    sequence, and return one process of each set, which is simulated for the set."""
     if plan.sizes_of_places == (plan.sp_size,):  # all processes share each slice equally
         return [0]
     rows = [row for of_chunk in loads.values() for row in of_chunk]
@@ -582,7 +585,8 @@ class _RankMemory:
     def _hold(
         self, name: str, chunk: int, stage: int, num_bytes: float, part: MemoryPart | None = None
     ) -> None:
-        """Allocate tensors of a chunk at a stage, by `name` in `_HELD`, in their offload target."""
+        """Allocate the tensors `name` (a key of `_HELD`) of a chunk at a stage, where the plan
+        offloads them or on the device."""
         key, (usual, kind) = (name, chunk, stage), _HELD[name]
         assert key not in self._held, f"{name} of {chunk}.{stage} is there"
         target, part = self._offload[kind] if kind else "none", part or usual
@@ -623,9 +627,9 @@ class _RankMemory:
             self.add("buffers", own.gathered_bytes)
 
     def _under_way(self) -> float:
-        """Return the bytes of messages in transit, except the current action's. Each neighbour
-        stage has one receive posted ahead. A sent message waits until the neighbour receives it:
-        activations of as many chunks as a stage runs ahead."""
+        """Return the bytes of messages in transit, except the current action's. From each
+        neighbour one receive is posted ahead. Sent messages wait until the neighbour receives them:
+        two gradients, and activations of as many chunks as stages follow, plus one."""
         most: dict[tuple[type[Action], int], float] = {}
         for action in self._actions:
             if isinstance(action, (Send, Recv)):
@@ -662,7 +666,7 @@ class _RankMemory:
                 self.add("weights", own.floats * training.compute_bytes)
 
     def _deliver(self, chunk: int, stage: int) -> None:
-        """Allocate the output of a chunk at a stage, and its input if no action has done so."""
+        """Allocate a chunk's output of a stage, and the chunk's input if none is allocated yet."""
         tokens, cell = self._tokens[chunk], self._cells[stage]
         message = tokens * cell.message
         if stage == 0:
@@ -790,8 +794,8 @@ class _RankMemory:
         """Allocate the gradients of a stage's first Backward: the head's while the whole graph is
         in memory, those of layers as the graph is freed. `again`: number of checkpointed layers.
 
-        Return how many more bytes are in use than at the start, when the whole graph is in memory:
-        once all layers have gradients, and once the embedding has one, too.
+        Return two changes in bytes since the Backward's start, when the whole graph is in memory:
+        once all layers have gradients, and once the embedding has its gradient, too.
         """
         gradients = self._weights.gradients(stage, num_backwards)
         for key, whole in self._weights.freed_gradients(stage, gradients):
@@ -886,7 +890,8 @@ class _RankMemory:
         self._passing["kv"] += most
 
     def _send_kv_back(self, chunk: int, stage: int) -> None:
-        """Count dK,dV that a Backward adds for its prefix; those of older tokens are streamed."""
+        """Count dK,dV that a Backward adds to its prefix. If K,V are offloaded, dK,dV of all
+        but the newest segments are streamed through buffers."""
         most = 0.0
         for piece, stored in self._pieces(chunk, stage):
             stored.send_back(self, piece)
@@ -935,11 +940,11 @@ def first_backward(
     cell: StageBytes, again: int, graph_bytes: float, gradients: Sequence[float]
 ) -> list[tuple[float, float]]:
     """Return pairs (bytes of gradients made so far, bytes of the graph freed so far) during a
-    stage's first Backward: at its start, before each layer, after the last one that runs (the
-    stage's first layer), and with the embedding's gradient.
+    stage's first Backward: at its start, before each layer's backward, after all layers, and with
+    the embedding's gradient.
 
-    `again`: number of first layers that are checkpointed; `graph_bytes`: whole graph on the device;
-    `gradients`: see `RankWeights.gradients`.
+    `again`: number of leading layers that are checkpointed; `graph_bytes`: bytes of the whole graph
+    on the device; `gradients`: see `RankWeights.gradients`.
     """
     front, *layers, _ = gradients
     height = len(layers)
@@ -960,7 +965,8 @@ def token_share(piece: Slice, process: int) -> float:
 
 def gathered_tokens(piece: Slice, process: int, shape: ModelShape) -> float:
     """Return the number of tokens whose K,V a process gathers from the rest of the slice's
-    sequence-parallel group, times its share of K,V heads; 0 if all processes divide the heads."""
+    sequence-parallel group, times the process's share of K,V heads; 0 if the heads are divided
+    over all processes of the group."""
     share = token_share(piece, process)
     return piece.num_tokens * (shape.kv_share(piece.place.size) - share) if share else 0.0
 
@@ -977,9 +983,10 @@ class StoredLayers:
     with the first backward that sends any. Both are freed with the segment's last piece.
 
     If K,V are offloaded, a segment is written to its target once all of its pieces are computed,
-    and read by each later pass whose attention sees any of it. Gradients of a prefix, except its
-    newest NUM_HOT segments, are read (not the first time) and written by each backward. Gradients
-    of a chunk's own K,V are read if they are off the device.
+    and read by each later pass whose attention sees any of it. The newest NUM_HOT segments of a
+    prefix keep their gradients on the device. A backward reads the gradients of the other segments,
+    if there are any yet, and writes them. It also reads the gradients of the chunk's own K,V that
+    are off the device.
     """
 
     def __init__(
@@ -991,7 +998,7 @@ class StoredLayers:
         gradient_token_bytes: float,
         target: OffloadTarget,
     ) -> None:
-        """`layers`: their indices within the stage. Bytes of K,V and gradients are per layer."""
+        """`layers`: indices of layers within the stage. `..._token_bytes`: bytes in one layer."""
         self.layers, self._tokens, self._window, self._target = layers, tokens, window, target
         self.kv_token_bytes, self.gradient_token_bytes = kv_token_bytes, gradient_token_bytes
         self.on_device, self._num_layers = target == "none", len(layers)
@@ -1061,7 +1068,7 @@ class StoredLayers:
         rank.read("kv", num_bytes * reading / self._num_layers, num_reads)
 
     def send_back(self, rank: _RankMemory, piece: int) -> None:
-        """Add a Backward's gradients to those of the segments that its piece attends to."""
+        """Add the gradients from a piece's Backward to the segments that the piece attends to."""
         seen, sent_to = self.seen(piece), self._sent_to(piece)
         if self.on_device:
             new = [index for index in sent_to if index not in self._hot]
@@ -1086,7 +1093,7 @@ class StoredLayers:
         rank.read("kv_gradients", self._sum(own), self._num_layers * len(own))
 
     def free(self, rank: _RankMemory, piece: int) -> None:
-        """Free a piece, and those of its segments in which no other piece is left."""
+        """Mark a piece as freed, and free its segments that hold no other piece any more."""
         for index in self._touched[piece]:
             owners = self._owners.get(index, set())
             if piece not in owners:

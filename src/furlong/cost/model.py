@@ -6,13 +6,13 @@
 
 `plan.passes` says what each action computes.
 
-Collectives overlap with computation, and only the part that it does not hide takes additional time.
-Under ZeRO-3 they overlap with each pass. Otherwise the gradients of a stage's layers are reduced
-during its last Backward, each layer's as soon as the layer's backward is over. Weights are gathered
+Collectives overlap with computation: they only add the time for which they outlast it. Under ZeRO-3
+they overlap with each pass. Otherwise the gradients of a stage's layers are reduced during the
+stage's last Backward, each layer's as soon as the layer's backward is over. Weights are gathered
 during the stage's first Forward, unless an Unshard gathers them: before the Forward or, in this
-runtime, layer by layer during other computation (`simulate.clock`). This runtime relies on FSDP2
-for that (set_requires_gradient_sync in the last backward; `unshard(async_op=True)`). Other
-frameworks overlap at best in the same way: Megatron-Core's --overlap-grad-reduce and
+runtime, layer by layer during other computation (`simulate.clock`). For this overlap, this runtime
+relies on FSDP2 (set_requires_gradient_sync in the last backward; `unshard(async_op=True)`). Other
+frameworks overlap no more than that: Megatron-Core's --overlap-grad-reduce and
 --overlap-param-gather reduce and gather bucket by bucket in the last and the first micro-batch.
 Gradients of embedding and head are complete only at the end, so their reduction overlaps with
 nothing, and on a CPU nothing overlaps.
@@ -85,8 +85,8 @@ class CostModel:
         return replace(self, hardware=self.hardware.calibrated(dtype))
 
     def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
-        """Return the seconds of each action of `plan`. Waits named in `free` take no time; the
-        difference to a model without `free` is the time that actions spend in these waits."""
+        """Return the seconds of each action of `plan`. The waits named in `free` take no
+        time. Actions spend in these waits what they take longer without `free`."""
         return PlanCosts(self, plan, free)
 
     def cell_seconds(
@@ -123,7 +123,8 @@ class CostModel:
         unsharded: bool = False,
     ) -> StageSeconds:
         """Return the `StageSeconds` (see its arguments) of a stage that the plan's `ranks` hold.
-        Replicas that the plan does not list (`Training.replicas`) are added to `layout`."""
+        `layout` and `ranks` are the plan's; they are extended by replicas that the plan does not
+        list (`Training.replicas`)."""
         key = stages, stage, layout, ranks, kv, frozenset(free), unsharded
         if key not in self._known:
             dp, per_replica = self.training.replicas, layout.dp * layout.pp
@@ -285,13 +286,14 @@ class PlanCosts:
         return costs.layer_gathers_s if costs.passes_gather else 0.0
 
     def link_s(self, action: Reduce, rank: int) -> float:
-        """Return the seconds of a Reduce on the link, also those during the last Backward."""
+        """Return the seconds for which a Reduce occupies the link, including the part of it that
+        runs during the last Backward."""
         of_layers_s, late_s = self._reduces_s(action.stage)
         return late_s if self._stages[action.stage].passes_gather else of_layers_s + late_s
 
     def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
         """Return the seconds at the start of a collective in which its ranks compute nothing. On a
-        GPU only an Unshard has such seconds, for weights used before the layers."""
+        GPU only an Unshard blocks, while it gathers weights that are used before the layers."""
         if not self._hides:
             return self.compute_s(action, rank)
         return self._before_s(action.stage) if isinstance(action, Unshard) else 0.0
@@ -360,9 +362,9 @@ class PlanCosts:
 
         Under ZeRO-1 and 2 without Unshards, updated weights are gathered after the Reduce; the
         seconds that the first Forward of the next step does not hide are included. If each pass
-        gathers weights (ZeRO-3), backwards have already reduced all gradients. In this runtime they
-        have not reduced those of embedding and head, nor summed gradients between sharding groups
-        that each hold all weights (HSDP).
+        gathers weights (ZeRO-3), backwards have already reduced all gradients, and the result is 0.
+        In this runtime it is then the seconds of gathering and reducing embedding and head, and of
+        summing gradients between sharding groups that each hold all weights (HSDP).
         """
         training, costs, gathered_s = self._model.training, self._stages[stage], 0.0
         of_layers_s, late_s = self._reduces_s(stage)
@@ -385,8 +387,8 @@ class PlanCosts:
         return of_layers_s, self._ends_s[stage] if gathers else costs.reduce_s - of_layers_s
 
     def _layers_s(self, passes: Mapping[tuple[int, int], Computing], stage: int) -> float:
-        """Return the most seconds that a rank of a stage spends in the layers of its pass, in which
-        collectives can run. `passes`: (stage, rank) -> the action of the pass."""
+        """Return the seconds in which a pass over a stage's layers can hide collectives, on the
+        slowest rank; 0 if nothing overlaps. `passes`: (stage, rank) -> the action of the pass."""
         if not self._hides:
             return 0.0
         seconds = [0.0]
@@ -401,8 +403,8 @@ class PlanCosts:
         return self._parts[type(action), action.chunk, action.stage]
 
     def _seconds(self, parts: tuple[PassPart, ...], stage: int) -> list[float]:
-        """Return each chunk's seconds of a pass; each part of it is as slow as the slowest
-        process."""
+        """Return the seconds of a pass for each chunk: a sum over `parts`, each as slow as on its
+        slowest process."""
         key = parts, self._alike[stage]
         if key not in self._parts_s:
             seconds = np.zeros(len(self._plan.chunks))
@@ -418,8 +420,8 @@ class PlanCosts:
 
 def update_s(model: CostModel, plan: ChunkPlan) -> float:
     """Return the seconds of the optimizer's step after a plan, on the device with most trained
-    parameters; 0 if the plan has no Backward. Under ZeRO devices divide the update. Weights in CPU
-    memory are updated by the CPUs of their node, which all of its devices share."""
+    parameters; 0 if the plan has no Backward. Under ZeRO the update is divided over devices.
+    Weights in CPU memory are updated by the node's CPUs, which all devices of the node share."""
     if not plan.trained:
         return 0.0
     training = model.training

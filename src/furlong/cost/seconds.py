@@ -5,8 +5,8 @@ The time of one pass on one process of a sequence-parallel group is
     matrices + max(all-to-alls, attention of local slices) + attention of sharded slices
     + waits for streamed K,V
 
-but at least its kernel launches, as a GPU computes during them, and at least the time in which
-ZeRO-3 gathers weights and scatters gradients of the pass.
+but at least the time of its kernel launches, since a GPU computes while its host launches, and at
+least the time in which ZeRO-3 gathers weights and scatters gradients of the pass.
 
     matrices    (tokens + half_tokens) * FLOPs per token / rate + saved bytes / bandwidth, where
                 half_tokens stand for reading the matrices (of experts, those that are active for
@@ -18,8 +18,8 @@ ZeRO-3 gathers weights and scatters gradients of the pass.
 A place is the group of processes over which a slice is sharded; a slice on a place of n processes
 counts 1/n for each of them. All-to-alls, one per size of place, overlap with attention of local
 slices (Skrull, Eq. 2). A group is as slow as its slowest process. A table describes the chunks of a
-plan, or any other sums that a planner knows, such as a process before and after each of many moves,
-all in one call.
+plan, or any other loads that a planner compares in one call, such as those of a process before and
+after each of many moves.
 
     P parts, C chunks, S processes of a group, W windows
 
@@ -242,9 +242,9 @@ class StageSeconds:
     def _row(self, part: PassPart) -> tuple[list[float], list[float], int, list[float]]:
         """Return the factors by which `pass_seconds` multiplies a part's work, in four groups:
 
-        1. seconds per token; seconds per process with any token; and, for each share of experts
-           that are inactive for a token, seconds for reading these experts in all layers with that
-           share;
+        1. seconds per token; seconds per process with any token; and, for each entry of
+           `_unvisited` (a share of inactive experts), seconds for reading the inactive experts of
+           all layers with this share;
         2. seconds per attended key, by window and kind of call; and seconds per attended key
            divided by the process's tokens, by window;
         3. number of layers with attention, each of which has all-to-alls;
@@ -366,7 +366,7 @@ class StageSeconds:
 
     @property
     def _num_groups(self) -> int:
-        """Number of sharding groups, whose devices together hold all weights of the stage."""
+        """Number of sharding groups. The devices of each group share one copy of the weights."""
         return min(self._training.replicate, len(self._groups))
 
     @cached_property
@@ -453,7 +453,8 @@ class StageSeconds:
 
     def _key_s(self, part: PassPart, call: AttentionCall = "full") -> list[float]:
         """Return the seconds per attended key in each layer, in long calls of the kind `call`.
-        Fused kernels lack windows and wide heads; such layers get the rate of packed slices."""
+        Layers with a window or wide heads get the rate of packed slices on a card, as its fastest
+        kernels do not take them."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
         of, on_card = self._attention(part), self._hardware.device_type == "cuda"
         is_wide = self._shape.head_dim > _FUSED_HEAD_DIM
@@ -467,10 +468,13 @@ class StageSeconds:
 
     def _exchange_s(self, size: int) -> float:
         """Return the seconds per token for exchanging slices in one layer, in sequence-parallel
-        groups of `size`, without latencies. Queries and outputs are exchanged within an inner
-        group, whose processes divide the heads; K,V of the process's heads are gathered from the
-        whole group (DeepSpeed Ulysses within LoongTrain's second dimension, with a gather in place
-        of its ring). The backward moves as many bytes: dO, dq, and dK,dV from each inner group."""
+        groups of `size`, without latencies.
+
+        Queries and outputs are exchanged within an inner group, whose processes divide the heads.
+        K,V of the process's heads are gathered from the whole group. This is the two-dimensional
+        attention of LoongTrain, with a gather in place of the ring. The backward moves as many
+        bytes: dO, dq, and dK,dV from each inner group.
+        """
         shape, inner = self._shape, self._shape.inner_size(size)
         element = self._training.compute_bytes
         q_bytes = 2 * shape.q_size / size * (inner - 1) / inner * element
@@ -499,7 +503,8 @@ class StageSeconds:
 
     def _stall_s(self, tokens: Array, own_s: Array, keys_s: Array, load_s: Array) -> Array:
         """Return (S, C): seconds that one layer waits for its prefix of `tokens`, loaded in blocks
-        with two buffers (FPDT): the first block loads while the chunk's own tokens compute."""
+        with two buffers (FPDT): the first block loads while the chunk's own tokens compute.
+        `own_s`, `keys_s`, `load_s`: seconds of own tokens, prefix attention, and loads."""
         blocks = np.maximum(np.ceil(tokens / self._segment_tokens), 1)
         load, block = load_s / blocks, keys_s / blocks
         waited = np.maximum(own_s, load) + (blocks - 1) * np.maximum(block, load) + block
@@ -540,7 +545,7 @@ class ChunkTable:
     that the process stores."""
 
     def prefix_keys(self, window: int | None) -> Array:
-        """Return (S, C): each process's share of the attended keys that precede each slice."""
+        """Return (S, C): attended keys in the prefixes of a chunk's slices, by process."""
         found: Array = self.local_keys[window, "full"] + self.shared_keys[window, "full"]
         return found
 
@@ -591,9 +596,9 @@ def chunk_table(
 
 def calls_of(model: ModelShape, size: int) -> int:
     """Return the number of attention calls per slice on each process of a sequence-parallel group
-    of `size`: 1 if all processes divide the heads; 2 if c inner groups divide the rows, and only
-    the processes of each inner group divide the heads. As in context parallelism, a zigzag balances
-    causal attention: of 2c parts of the rows, inner group b has parts b and 2c-1-b."""
+    of `size`: 1 if the heads are divided over all processes; 2 if the rows are divided over c inner
+    groups, and the heads over the processes of each inner group. As in context parallelism, a
+    zigzag balances causal attention: of 2c parts of the rows, inner group b has b and 2c-1-b."""
     return 1 + (model.inner_size(size) < size)
 
 

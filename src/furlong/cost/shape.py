@@ -107,8 +107,8 @@ class LayerShape:
 
 
 def of_dtype(by_dtype: tuple[SavedBytes, SavedBytes], element_bytes: int, adapters: int) -> float:
-    """Return the bytes that autograd saves per token, for elements of `element_bytes`. `adapters`:
-    0 none, 1 in attention, 2 in the MLP, 3 in both."""
+    """Return the bytes that autograd saves per token, for elements of `element_bytes`. `by_dtype`:
+    see `LayerShape.saved`; `adapters`: 0 none, 1 in attention, 2 in the MLP, 3 in both."""
     wide = max(1, element_bytes // 4)  # float64 saves as many tensors as float32
     return by_dtype[element_bytes > 2][adapters] * wide
 
@@ -182,7 +182,7 @@ class ModelShape:
 
     @property
     def whole(self) -> str:
-        """Why the decoder cannot be cut between layers, as the end of "which ..."; else ""."""
+        """Why the decoder cannot be cut into stages, as the end of "which ..."; "" if it can."""
         return family_of(self.family).whole
 
     @cached_property
@@ -253,8 +253,8 @@ def _known_shape(name: str) -> ModelShape:
 
 
 def is_known_model(name: str) -> bool:
-    """Whether `name` is a known model, alone or with its publisher on the Hub. Repositories of
-    other publishers under that name may hold other models."""
+    """Whether `name` is a known model's name, alone or after its publisher on the Hub. After any
+    other publisher the name does not count: it may denote another model."""
     publisher, _, last = name.lower().rpartition("/")
     own = next((own for start, own in _PUBLISHERS.items() if last.startswith(start)), "")
     return last in {known.lower() for known in known_models()} and publisher in ("", own)
@@ -279,8 +279,8 @@ def model_shape(name: str) -> ModelShape:
 
 def cached_shape(about: Mapping[str, Any], measure: Callable[[], ModelShape]) -> ModelShape:
     """Return a model's shape from the user's cache. If the same versions of furlong, torch and
-    transformers have not measured it before, call `measure` and cache the result. `about`: what the
-    key is made of, a parsed config.json and how the model is built from it."""
+    transformers have not measured it before, call `measure` and cache the result. `about`: values
+    that distinguish models, hashed for the key: a parsed config.json and options of the build."""
     fields = sorted(LayerShape.__dataclass_fields__)
     measuring = sorted((Path(__file__).parents[1] / "models").glob("*.py"))
     sources = [hashlib.sha256(file.read_bytes()).hexdigest() for file in measuring]

@@ -6,14 +6,14 @@
     optimizer   AdamW: two float32 moments (8); others: `planners.setup.with_optimizer`
 
 Under ZeRO each of the n devices of a sharding group holds 1/n of: the optimizer state and the
-master copy (ZeRO-1); also the gradients (ZeRO-2); also the weights in compute dtype (ZeRO-3), of
-which a few layers are whole at a time.
+master copy (ZeRO-1); also the gradients (ZeRO-2); also the weights in compute dtype (ZeRO-3, which
+gathers the weights of a few layers at a time).
 
 A plan reduces the gradients of a stage once, in its Reduce after the last Backward. Until then
-ZeRO-2 holds whole gradients, as ZeRO-1 does, and replicas need no lockstep (DeepSpeed reduces with
-each micro-batch). Under ZeRO-3 each Backward reduces gradients. In this runtime
-(`Training.gathers`) that applies to the layers; weights and gradients outside the layers are whole
-all through a step.
+ZeRO-2 holds whole gradients, as ZeRO-1 does, and replicas run independently (in DeepSpeed each
+micro-batch reduces). Under ZeRO-3 each Backward reduces gradients. This runtime
+(`Training.gathers`) applies ZeRO-3 to the layers alone; weights and gradients outside the layers
+are whole all through a step.
 """
 
 from __future__ import annotations
@@ -150,13 +150,13 @@ class Training:
 
     @property
     def regathers(self) -> bool:
-        """Whether each pass gathers its weights (ZeRO-3), unless an Unshard does."""
+        """Whether each pass gathers its weights (ZeRO-3), unless an Unshard gathers them."""
         return self.zero_stage == 3
 
     @property
     def passes_gather(self) -> bool:
-        """Whether this runtime gathers the weights of layers in each pass and reduces their
-        gradients in each backward: in the sequence-parallel groups of a pipeline with `reshard`."""
+        """Whether, in this runtime, each pass gathers its layers' weights and each backward reduces
+        their gradients: a pipeline with `reshard`, sharded over sequence-parallel groups."""
         return self.gathers and self.regathers
 
     def weights(
@@ -207,20 +207,20 @@ class RankWeights:
 
     @property
     def _is_copied(self) -> bool:
-        """Whether whole weights are copies that exist beside the shards. In HSDP that includes
-        sharding groups of one device, whose shard is whole."""
+        """Whether whole weights are copies that exist in addition to the shards. In HSDP they are
+        copies even if one device is a sharding group and its shard is the whole weight."""
         return self.divides or (self.training.gathers and self.training.replicate > 1)
 
     @cached_property
     def beside(self) -> int:
-        """Number of parameters of embedding and head; tied ones on one rank count once."""
+        """Number of parameters of the rank's embedding and head; if tied, they count once."""
         count = sum(self._ends)
         return self.shape.embedding_parameters * (min(1, count) if self.shape.tied_head else count)
 
     @cached_property
     def ends_trained(self) -> tuple[int, int]:
-        """Numbers of trained parameters of the embedding and of the head. Tied ones on one rank
-        count for the head, whose gradient comes first."""
+        """Numbers of trained parameters of the rank's embedding and head. If it holds both and they
+        are tied, they count as the head's, whose gradient comes first."""
         lora, (first, last) = self.training.lora, self._ends
         embedding, head = (True, True) if lora is None else (lora.embedding, lora.head)
         if self.shape.tied_head:
@@ -272,15 +272,15 @@ class RankWeights:
 
     @property
     def groups(self) -> tuple[int, int, int]:
-        """Numbers of parameters outside the layers by FSDP2 group in this runtime: all others,
-        embedding, head. Tied embedding and head are in the first."""
+        """Numbers of parameters outside the layers in this runtime's FSDP2 groups: (others,
+        embedding, head). A tied embedding and head are among the others."""
         embedding, head = (0 if self.shape.tied_head else self.shape.embedding_parameters * end
                            for end in self._ends)  # fmt: skip
         return self.beside_floats - embedding - head, embedding, head
 
     @property
     def in_use(self) -> int:
-        """Number of parameters that passes compute with, with adapters, without 4-bit weights."""
+        """Number of parameters in passes, including adapters, except 4-bit weights."""
         return self.floats + (self.trained if self.training.lora is not None else 0)
 
     def whole_bytes(self, stage: int) -> int:
@@ -291,8 +291,8 @@ class RankWeights:
         return (own.in_use - kept) * self.training.compute_bytes
 
     def freed_bytes(self, *whole: int) -> int:
-        """Return the bytes of whole weights that are freed while only the stages `whole` are
-        gathered. `state` counts the weights of all stages as whole."""
+        """Return the bytes of whole weights that the rank saves while only the stages `whole` are
+        gathered: subtract them from `state`, which counts the whole weights of all stages."""
         if not self.divides:
             return 0
         return sum(n for stage, n in self._whole.items() if stage not in whole)
@@ -328,9 +328,9 @@ class RankWeights:
 
     @property
     def resharded_bytes(self) -> int:
-        """Most bytes of weights, gradients and optimizer in a step that frees the weights of
-        stages, in this runtime. At a time the weights of two stages are whole, and the gradients of
-        one stage, starting with the last."""
+        """Most bytes of weights, gradients and optimizer in a step that reshards, in this runtime:
+        the whole weights of two stages and the whole gradients of one stage exist at a time,
+        starting with the last stage."""
         state, used, most = self.state, 0.0, -inf
         unreduced: dict[int, float] = defaultdict(float)
         for stage in sorted(self.held, reverse=True):
@@ -375,7 +375,8 @@ class RankWeights:
 
     @property
     def _parts_bytes(self) -> tuple[float, float]:
-        """Bytes on one device of weight shards beside whole weights, and of the optimizer."""
+        """One device's bytes of weights in addition to those in use (master copies, shards of
+        gathered weights), and of the optimizer."""
         training, trained = self.training, self.trained
         shards = self.group_size if training.zero_stage else 1
         weights = trained * training.master_bytes / shards
@@ -412,14 +413,16 @@ class RankWeights:
     def collective_bytes(
         self, *, reuses: bool = True, at_once: bool = False, regathers: bool = False
     ) -> int:
-        """Return the bytes of buffers for gathers and reductions, besides whole weights and
-        gradients. The largest layer passes through a buffer. After all layers, embedding and head
-        reduce their gradients, one after the other.
+        """Return the bytes of buffers for gathers and reductions, in addition to whole weights and
+        gradients. The buffer must hold the largest layer and, after all layers, the gradient of the
+        embedding or of the head.
 
-        `reuses`: whether whole gradients have accumulated, so that buffers reuse the memory that is
-        freed as gradients become shards (a C library's heap keeps it). `at_once`: whether a stage
-        has a single Backward, which reduces a layer's gradients while the next layer makes its own.
-        `regathers`: whether weights are gathered while gradients are reduced.
+        Args:
+            reuses: whether whole gradients have accumulated: as they become shards, buffers reuse
+                their memory (unless a C library's heap keeps it).
+            at_once: whether a stage has a single Backward, in which a layer's gradients are reduced
+                while the next layer's gradients are made.
+            regathers: whether weights are gathered while gradients are reduced.
         """
         training, lora = self.training, self.training.lora
         if not self._is_copied:
@@ -440,8 +443,8 @@ class RankWeights:
         return round(beside + max(max(layers) * element_bytes + made, gathered, ends))
 
     def gradients(self, stage: int, num_backwards: int) -> list[float]:
-        """Return the bytes of gradients that the first of a stage's `num_backwards` Backwards
-        leaves: of weights before the stage's layers, of each layer, and of weights after them.
+        """Return the bytes of gradients after the first of a stage's `num_backwards` Backwards: of
+        weights before the stage's layers, of each layer, and of weights after them.
 
         Gradients are whole until they are reduced: in this runtime in the last Backward of a stage,
         layer by layer; under ZeRO-3, or if passes gather weights, in each Backward.
@@ -454,7 +457,7 @@ class RankWeights:
         return [of_ends * front, *(share * own for own in layers), of_ends * behind]
 
     def _whole_gradients(self, stage: int) -> list[float]:
-        """Return the bytes of whole gradients: before a stage's layers, of each, and after them."""
+        """Return the bytes of a stage's whole gradients, in the order of `gradients`."""
         training, shape, lora = self.training, self.shape, self.training.lora
         numbers = range(sum(self.stages[:stage]), sum(self.stages[: stage + 1]))
         layers = [
@@ -469,9 +472,9 @@ class RankWeights:
         return [float(training.gradient_bytes * n) for n in (ends[0], *layers, ends[1])]
 
     def freed_gradients(self, stage: int, made: Sequence[float]) -> list[tuple[int, float]]:
-        """Return pairs (stage, bytes) for the gradients `made` by the first Backward of `stage`, in
-        this runtime. The Reduce of the pair's stage frees these bytes: all but shards, or all if
-        shards are off the device. A tied embedding's gradient waits for the first stage held."""
+        """Return pairs (n, bytes): of the gradients `made` by the first Backward of `stage`, the
+        Reduce of stage n frees so many bytes, in this runtime. It keeps the device's shards, unless
+        they are offloaded. n is `stage`; for a tied head, the first stage that the rank holds."""
         if not self.divides:
             return []
         share = 0.0 if self.is_away else 1 / self.group_size

@@ -1,4 +1,4 @@
-"""Test what a model does by running a tiny one of its class: config keys may have no effect."""
+"""Test what a model does by running a tiny one of its class, as config keys may be unused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Positions = Literal["rotary", "table", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Effects of a decoder that make chunks inexact; all are assumed without a tiny model."""
+    """Effects of a decoder that make chunks inexact; all are assumed if no tiny model runs."""
 
     sees_later: bool = True
     """Whether logits change with a later token."""

@@ -71,7 +71,8 @@ class CellAttention(Protocol):
     ) -> Tensor:
         """Map q (N, T, H), k and v (K, T, H) and sinks (N,) or None to out (N, T, H).
 
-        `what`: the pass; `source`: the module's key and value tensors, which layers may share.
+        `what`: the pass; `source`: the module's own key and value tensors, by which layers that
+        share K,V are recognized.
         """
         ...
 
@@ -101,7 +102,8 @@ class BoundCell:
         return found if found and found.thread == threading.get_ident() else None
 
     def layer_of(self, module: nn.Module) -> int:
-        """Return the number of the layer that attends; for a shared module the cache knows it."""
+        """Return the number of the layer that attends: the last layer that called the cache's
+        `update`, as a module may serve several layers; without such a call the module's number."""
         if self.cache is None or self.cache.layer is None:
             return module.layer_idx  # type: ignore[return-value]
         layer, self.cache.layer = self.cache.layer, None
@@ -116,7 +118,7 @@ Change = tuple[MutableMapping[str, Any], str, Any]
 
 @contextmanager
 def patched(changes: Iterable[Change]) -> Iterator[None]:
-    """Context manager: set keys to temporary values; restore them on exit, also after an error."""
+    """Context manager: make temporary changes; undo them on exit, also after an error."""
     before: list[Change] = []
     try:
         for names, key, value in changes:
@@ -258,7 +260,8 @@ class LayerCache:
         self._module, self._bound = module, bound
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return (T,): each token's position minus its row in the chunk; the module adds rows."""
+        """Return (T,): each token's position minus its row in the chunk, to which the attention
+        module adds the row."""
         positions = self._bound.positions
         return positions - torch.arange(len(positions), device=positions.device)
 
@@ -356,7 +359,7 @@ def forward_as_written(
     """Context manager: run a model uncompiled (except `compiled`), without gradient checkpointing,
     with return_dict, and with longrope's factors for `max_seq_len`.
 
-    `modules`: all of the model's, itself first; `settings`: (key, value) to set in its configs.
+    `modules`: all modules of the model, the model first; `settings`: (key, value) for its configs.
     """
     configs = {id(module.config): module.config for module in having(modules, "config")}.values()
     plain: list[Change] = [

@@ -127,7 +127,8 @@ def weights_fingerprint(source: str, revision: str | None = None) -> dict[str, s
 
 
 def _check_header(file: Path, are_packed: bool) -> None:
-    """Raise ConfigError for a safetensors file that is unreadable, cut off or without floats."""
+    """Raise ConfigError for a safetensors file that is unreadable or cut off, or whose weights are
+    no floats (bytes are allowed if `are_packed`: codes of 4-bit weights)."""
     from safetensors import SafetensorError, safe_open
 
     check_readable(file)
@@ -222,8 +223,8 @@ def draw_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _draw(module: nn.Module, name: str, owner: Any, seed: int) -> None:
-    """Draw the weights of a module, after those of its children. A model inside a model (`owner`)
-    fills its own modules, as in transformers."""
+    """Draw the weights of a module, after those of its children. `owner`: the innermost model that
+    contains the module, whose `_init_weights` draws, as in transformers."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
@@ -243,8 +244,8 @@ def add_adapters(model: Any, lora: dict[str, Any], whole: nn.Module | None = Non
 
     `lora` holds keys of `model.lora`, at least `rank`, `alpha`, `dropout`, `target_modules`.
     `whole`, for a model that holds one stage: the whole model, on meta, which gets adapters, too. A
-    stage without any of the modules gets no adapter. Raises ConfigError, also if only one of
-    several names fits no module of the whole model.
+    stage without any of the modules gets no adapter. Raises ConfigError for settings that peft
+    refuses, and for a name that fits no module of the whole model.
     """
     if whole is not None:
         add_adapters(whole, lora)
@@ -298,7 +299,8 @@ def load_adapter(model: Any, adapter: str, *, is_whole: bool) -> None:
 
 
 def merge_adapters(model: Any) -> Any:
-    """Return the model with adapters added to its weights, in float32: each is rounded once.
+    """Return the model with adapters added to its weights. Weights become float32, so that a later
+    cast is the only rounding.
 
     Where adapters change one of two tied weights, the two are untied: they are no longer equal.
     """
@@ -377,8 +379,8 @@ families whose checkpoints hold each expert apart, and all-linear for experts an
 
 
 def _write_as_peft_reads(adapted: Any) -> None:
-    """Name some linear layers by their weights (`target_parameters`) in the exported config: those
-    whose adapters peft would put into experts as it loads the config (`_RENAMES`)."""
+    """Name some linear layers by their weights (`target_parameters`) in the config for export:
+    those whose names peft would take for experts' when it loads the config (`_RENAMES`)."""
     from peft import LoraConfig
     from peft.utils import transformers_weight_conversion as conversion
 
@@ -463,7 +465,7 @@ def build_model(
     reads only its shards, onto `device`. A model that cannot be read in shards is returned whole,
     on the CPU (see `support.is_sharded`). `unpacked`: dequantize 4-bit weights. `is_empty`: leave
     the model on meta, for an export of weights held elsewhere. Raises ConfigError or
-    UnsupportedModelError.
+    UnsupportedModelError for a model that cannot be built so.
     """
     source = check_folder(name, revision)
     trained_dtype = torch.promote_types(dtype, torch.float32)
@@ -564,10 +566,10 @@ def export_model(
 
 
 def _end_by(file: Path, tokenizer: Any) -> None:
-    """Add the tokenizer's EOS, which a run may have set, to a generation config.
+    """Add the tokenizer's EOS, which a run may have set, to a generation_config.json.
 
-    Once a key is changed, transformers refuses to save flaws of a published config (a temperature
-    without do_sample), so this changes the file that transformers has written.
+    The file is changed after transformers has written it: transformers refuses to save a changed
+    config that has a flaw from its publisher (a temperature without do_sample).
     """
     eos = getattr(tokenizer, "eos_token_id", None)
     if eos is None or not file.exists():
@@ -581,8 +583,8 @@ def _end_by(file: Path, tokenizer: Any) -> None:
 
 
 def exported_names(model: Any) -> dict[str, str]:
-    """Return the names of the tensors in an export of the model, each with the first name of the
-    same weight: tied weights have several names."""
+    """Return name -> first name of the same weight, for all tensors in an export of the model.
+    Tied weights have several names."""
     tensors = model.state_dict(keep_vars=True)
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict
@@ -622,8 +624,8 @@ def _write_model(
 
 
 def _as_in_files(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights as files of the model's family hold them: tied ones once, experts apart.
-    They are converted layer by layer, so that not all exist in two forms at once."""
+    """Return the weights as files of the model's family hold them: tied weights once, each expert
+    in tensors of its own. They are converted, and removed from the old form, layer by layer."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -639,8 +641,9 @@ def _as_in_files(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 def _add_older_rope(folder: Path) -> None:
-    """Write the RoPE of a config.json also under the keys of transformers 4, if 5 still reads the
-    same then. Version 4 ignores `rope_parameters` and would take the family's defaults."""
+    """Write the RoPE of a config.json also under the keys of transformers 4, which ignores
+    `rope_parameters` and would take the family's defaults. Leave the file unchanged if
+    transformers 5 would then read another RoPE."""
     from transformers import AutoConfig
 
     file = folder / "config.json"
@@ -675,7 +678,7 @@ def read_config(
     `rope` (model.rope) written into it. `as_floats`: read a config of quantized weights, other than
     4-bit ones of bitsandbytes, as if they were not quantized.
 
-    Raises ConfigError, also if the model has fewer positions than `max_seq_len`.
+    Raises UserError for an unusable config, or one of fewer positions than `max_seq_len`.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
@@ -912,7 +915,7 @@ def _take_share(
 ) -> None:  # fmt: skip
     """Shard a model on meta, so that transformers reads only this process's rows of each weight.
     Weights that its files lack are not drawn: they are refused later, and a draw might wait for
-    other processes. `tie`: the `tie_weights` that transformers takes away while it reads."""
+    other processes. `tie`: `PreTrainedModel.tie_weights`, which transformers disables meanwhile."""
     from transformers import PreTrainedModel
 
     hold(model, others)
@@ -933,8 +936,8 @@ def _take_share(
 
 @contextmanager
 def _without_rows(device: torch.device | None) -> Iterator[None]:
-    """Context manager: let transformers read stacked weights of which this process has no rows. Of
-    an empty list it would make no tensor."""
+    """Context manager: let transformers read stacked weights of which this process has no rows.
+    Without this change it would make no tensor for them."""
     from transformers import core_model_loading as loading
 
     stack, put = loading.MergeModulelist.convert, loading.set_param_for_module
@@ -964,8 +967,8 @@ def _are_equal_here(*weights: Tensor) -> bool:
 
 def _are_shares(model: Any) -> bool:
     """Whether each weight is sharded and was read as this process's rows (indices on the first
-    axis), alone or stacked from several weights. Any other conversion by transformers mixes rows,
-    unless it works along other axes only."""
+    axis). Transformers may have stacked rows of several weights, or converted along other axes;
+    other conversions mix rows."""
     used = getattr(model, "_weight_conversions", None) or ()
     operations = [op for one in used for op in getattr(one, "operations", None) or ()]
     merged = [op for op in operations if type(op).__name__ == "MergeModulelist"]
@@ -980,7 +983,7 @@ def _are_shares(model: Any) -> bool:
 
 def _require_tied(model: Any, source: str) -> None:
     """Raise ConfigError if head and input embeddings are two weights although config.json ties
-    them: transformers 4 ties them, 5 does not, and the first stage of a pipeline could not know."""
+    them: transformers 4 ties them, 5 does not, and a stage that lacks the head cannot check."""
     tied: Any = model.config.get_text_config().tie_word_embeddings
     weights = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     if tied and all(isinstance(w, nn.Parameter) for w in weights) and weights[0] is not weights[1]:
@@ -1012,7 +1015,7 @@ def check_model(
     max_seq_len: int,
 ) -> None:
     """Raise UserError for a hub id or folder whose model cannot be trained on `max_seq_len` tokens,
-    or not with `changes` of its config; print what the changes are.
+    or whose config does not allow `changes`; print the changes.
 
     The model is built without memory for weights. Only names and headers of weight files are read,
     and only with `init="pretrained"`. The engine's self-check later tests what the forward does.

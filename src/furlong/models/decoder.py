@@ -282,7 +282,7 @@ class HFDecoder:
 
     @cached_property
     def heads(self) -> tuple[int, int]:
-        """Query heads and key-value heads of all layers; UnsupportedModelError if they differ."""
+        """Numbers of query and key-value heads. UnsupportedModelError if layers differ in them."""
         num_heads = for_all_layers(self.config, "num_attention_heads")
         num_kv_heads = for_all_layers(self.config, "num_key_value_heads", num_heads) or num_heads
         if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
@@ -355,8 +355,8 @@ class HFDecoder:
         """Number of leading layers without a trained parameter in them or before them.
 
         Parameters outside of layers count as before them, since only the family's code knows where
-        they are used. A process of a later stage cannot see earlier stages, and counts a tied
-        weight alone as before its layers: the model's number is the minimum over processes.
+        they are used. On a process of a later stage only a tied weight counts so, and all earlier
+        layers seem frozen: the model's number is the minimum over processes.
         """
         own = {id(p) for layer in self.layers for p in layer.parameters()}
         others = [p for p in self.decoder.parameters() if id(p) not in own]
@@ -436,7 +436,7 @@ class HFDecoder:
             return call_root(self.base, run)[0]
 
     def stays_float32(self, compute_dtype: torch.dtype) -> list[nn.Parameter]:
-        """Return parameters that transformers keeps in float32 if it loads in `compute_dtype`.
+        """Return parameters that stay float32 if transformers loads the model in `compute_dtype`.
 
         Their names are in the family's `_keep_in_fp32_modules` (float16 alone) and
         `_keep_in_fp32_modules_strict` (all 16-bit types).
@@ -452,7 +452,7 @@ class HFDecoder:
     @contextmanager
     def installed(self, modules: Sequence[nn.Module] = ()) -> Iterator[None]:
         """Context manager: run attention and mixers (recurrent layers) through furlong; restore the
-        model on exit, also after an error. `modules`: the base model's, if at hand."""
+        model on exit, also after an error. `modules`: all of the base model's, if known."""
         mixers, modules = self.probed.mixers, modules or [*self.base.modules()]
         with (
             chunked_attention(modules, self.attention_modules, self.max_seq_len, self.compiled),

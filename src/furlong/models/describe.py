@@ -226,7 +226,7 @@ class _Chunk(_AnyDtype):
         return found
 
     def matrices(self, layer: _Layer, new: frozenset[str]) -> Iterator[Matrix]:
-        """Yield the matrices that adapters may change, in modules of the layer named in `new`."""
+        """Yield the matrices of a layer that adapters may change, in its modules named in `new`."""
         assert layer.module is not None
         linears = self.linear_layers(layer)
         for name, (module, kind) in linears.items():

@@ -37,7 +37,7 @@ _MEND = f"mend {CONFIG}, or use the model's own"
 def model_error(
     given: str, required: str, change: str = _MEND, source: str = "model.name"
 ) -> ConfigError:
-    """Return the error for a model's folder, file or value."""
+    """Return a ConfigError with these fields, for a model's folder, file or value."""
     return ConfigError(given=given, required=required, source=source, change=change)
 
 

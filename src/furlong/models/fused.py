@@ -47,8 +47,8 @@ Agreed = dict[Any, dict[torch.dtype, Norm]]
 def fused(base: nn.Module, device: torch.device, agreed: Agreed) -> list[Change]:
     """Return changes that give modules a fused `forward`, for a model that computes on `device`.
 
-    `agreed` caches results of tests by kind of module: a test waits for the device, so that the
-    first module of each kind alone is tested.
+    `agreed` caches results of tests by kind of module: only the first module of each kind is
+    tested, as a test waits for the device.
     """
     if device.type not in DEVICES:
         return []
@@ -58,7 +58,7 @@ def fused(base: nn.Module, device: torch.device, agreed: Agreed) -> list[Change]
 
 
 def keep_written(base: nn.Module, device: torch.device) -> None:
-    """Put the class's forward into all modules that `fused` would change: it skips them then."""
+    """Store the class's forward on each module that `fused` would change, so `fused` skips it."""
     for names, key, own in fused(base, device, {}):
         names[key] = own.args[0].forward
 

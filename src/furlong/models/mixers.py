@@ -9,9 +9,9 @@ transformers' layers read and write states through the cache that their decoder 
 decoder gets an `EmptyCache`, which stores nothing, since keys and values go through
 `AttentionInterface`; a mixer gets a `SliceCache` for each slice. Both implement whatever a forward
 asks of a cache. For one token with a state a mixer's forward takes its decoding path, which must be
-avoided (see `SliceCache`). The cache then hides the state from the mixer, and its scan gets it
-instead: the forward runs with its own code and defaults, but with other functions under the scans'
-names; the mixer's module is unchanged.
+avoided (see `SliceCache`). The cache then hides the state from the mixer, and only the mixer's scan
+gets the state: the forward runs with its own code and defaults, but with other functions under the
+scans' names; the mixer's module is unchanged.
 
 Two computations keep states elsewhere. RecurrentGemma's block stores them on itself, and its
 convolution ignores the tokens before a slice: `rg_lru` computes the same with the slice's cache. A
@@ -86,8 +86,8 @@ class SliceCache(EmptyCache):
     """The states of one mixer for one slice: `before` it and `after` it.
 
     From a slice of one token the states are hidden: the mixer would take its decoding path, which
-    writes in place, has kernels without a gradient and does not clamp. Yet the state of a
-    convolution is prepended when the token is written, and the scan starts from `initial`.
+    writes in place, has kernels without a gradient and does not clamp. They are used all the same:
+    `update_conv_state` prepends the convolution's state, and the scan starts from `initial`.
     """
 
     def __init__(self, before: Mapping[StateKey, Tensor], num_tokens: int) -> None:
@@ -119,7 +119,8 @@ class SliceCache(EmptyCache):
         self, conv_states: Tensor, layer: int, state_idx: int = 0,
         conv_kernel_size: int | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
-        """Prepend the convolution's entering state, if any: x (1, C, T) -> (1, C, K + T)."""
+        """Return the convolution's input (1, C, T) with the state that enters, if any, in front:
+        (1, C, K + T). The last columns become the state after the slice."""
         self.touch(layer)
         before, x = self.read(("conv", state_idx)), conv_states
         full = x if before is None else torch.cat([before, x], -1)
@@ -384,7 +385,7 @@ _BUCKET_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class SliceRows:
-    """A slice of a chunk, as a mixer uses it."""
+    """A slice of a chunk: its rows, and whether states enter and leave it."""
 
     index: int
     """Number of the slice in the chunk."""
@@ -561,7 +562,8 @@ def receive_states(
     states: Mapping[StateKey, Tensor],
     send: Callable[[Mapping[StateKey, Tensor | None]], None],
 ) -> tuple[Tensor, States]:
-    """Return x (1, T, D) and the states as graph nodes; `send` gets the states' gradients."""
+    """Return x (1, T, D) and the states, as outputs of an autograd function whose backward calls
+    `send` with the states' gradients."""
     if not torch.is_grad_enabled() or not states:
         return x, dict(states)
     # one input that requires grad makes autograd compute the states' gradients, even if x has none
@@ -577,8 +579,8 @@ def receive_states(
 def send_states(
     y: Tensor, states: Sequence[Tensor], later_grads: Callable[[], Sequence[Tensor | None]]
 ) -> Tensor:
-    """Return y (1, T, D) as a graph node. A backward gives `states`, the slice's final recurrent
-    states, the gradients `later_grads()`."""
+    """Return y (1, T, D), as the output of an autograd function in whose backward the slice's final
+    recurrent `states` get the gradients `later_grads()`."""
     if not torch.is_grad_enabled() or not y.requires_grad:
         return y
     return _SendStates.apply(later_grads, y, *states)  # type: ignore[no-any-return, no-untyped-call]

@@ -196,8 +196,8 @@ def all_linear(base: Any) -> list[str]:
 def decoder_of(base: Any) -> nn.Module:
     """Return the decoder of a model with a head.
 
-    `get_decoder` of some families returns the whole model (Llama 4's, whose prefix is that of its
-    parent with images). The decoder is then the one transformers model inside.
+    `get_decoder` of some families returns the whole model (of Llama 4, whose `base_model_prefix`
+    is its multimodal parent's). The decoder is then the only transformers model inside.
     """
     found: nn.Module = base.get_decoder()
     if found is not base:

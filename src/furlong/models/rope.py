@@ -54,9 +54,9 @@ def switching_lengths(config: Any) -> list[int]:
 def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None = None) -> None:
     """Change the RoPE of a transformers config and its number of positions, in place.
 
-    Keys that `rope` lacks stay the model's: `rope_theta` and `partial_rotary_factor`, and all keys
-    if its type is the model's. Sliding-window layers with their own RoPE keep it, since distances
-    in them do not grow.
+    Some keys that `rope` lacks keep the model's values: `rope_theta`, `partial_rotary_factor` and,
+    if `rope` has the model's RoPE type, all others. Sliding-window layers with a separate RoPE keep
+    it, since distances in them do not grow.
 
     The model then has `factor` times the positions before any scaling. If the type stays, it has at
     least its present positions times the ratio of new to old factor. Without a factor it has at

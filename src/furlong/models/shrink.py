@@ -4,7 +4,8 @@ Kept are config class, pattern of layer types, ratio of heads, RoPE type, tied h
 scales, biases, and whether there are experts and a window. Small are heads, widths, experts,
 vocabulary, and the number of layers unless all are wanted; the window is shorter than the sequences
 of the self-check. Sizes of recurrent layers depend on each other: the heads of a state space make
-up its inner width, a multiple of the hidden size. Dropout is off, since it has no reference.
+up its inner width, a multiple of the hidden size. Dropout is off, since
+outputs are compared.
 """
 
 from __future__ import annotations

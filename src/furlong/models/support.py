@@ -29,7 +29,8 @@ _T = TypeVar("_T", bound=Tensor)
 
 
 def add_fsdp_method(base: nn.Module) -> str:
-    """Add the method through which passes call a model sharded by FSDP2, and return its name.
+    """Add a method that calls a function, and return the method's name. FSDP2 gathers the model's
+    weights for each call.
 
     Use: `register_fsdp_forward_method(base, add_fsdp_method(base))`.
     """

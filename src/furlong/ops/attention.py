@@ -121,7 +121,7 @@ class AttentionRule:
 
     def scores(self, distance: int, *squares: slice) -> Block:
         """Return the `Block` of rows that begin `distance` tokens after the first key. Each of
-        several `squares`, ranges of rows, sees itself alone."""
+        several `squares` (ranges of rows) attends only within itself."""
         own = squares if len(squares) > 1 else ()
         return Block(distance, self.scale, self.window, self.softcap, self.value_width, own)
 
@@ -168,7 +168,7 @@ def store_slices(
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """Keys and values k, v (K, S, H) before some rows, dropped before the next ones are read."""
+    """A block of K,V before some rows; the caller drops it before the next block is read."""
 
     k: Tensor
     v: Tensor
@@ -272,8 +272,8 @@ class SliceAttention:
     def _earlier(
         self, branches: Sequence[PlacedSlice], gathered: Gathered | None, *, gradients: bool
     ) -> Iterator[_Earlier]:
-        """Yield each block of K,V before slices that share one prefix: gathered keys of the same
-        slice before a stretch (consecutive rows) of it, then the stored prefix."""
+        """Yield blocks of earlier K,V for slices that share one prefix. First, for each stretch
+        (consecutive rows), the gathered K,V of its slice before it; then the stored prefix."""
         for placed, stretch in ((own, s) for own in branches for s in own.stretches):
             inside = stretch.position - placed.start
             before = min(inside, self.rule.open_tokens(stretch.position))
@@ -326,10 +326,11 @@ class SliceAttention:
     def _seeing(
         self, branches: Sequence[PlacedSlice], piece: PrefixBlock
     ) -> Iterator[tuple[slice, Block]]:
-        """Yield the rows that see a block of the prefix shared by `branches`, with the mask rule.
+        """Yield ranges of rows that see a block of the prefix shared by `branches`, each with its
+        mask rule.
 
-        They are the first rows of each stretch; later rows are past the window. Without a window
-        all rows see all of the block, so the branches of a parent take one call.
+        A range is the first rows of a stretch; later rows are past the window. Without a window all
+        rows see the whole block, and one range covers all branches.
         """
         if len(branches) > 1 and self.rule.window is None and self.rule.block is None:
             yield self._rows(branches), self.rule.scores(piece.distance)
@@ -350,7 +351,7 @@ class SliceAttention:
         return slice(start, start + num_seeing), block
 
     def _in_block_of(self, position: int, stretch: Stretch) -> int:
-        """Return the number of first rows of a stretch in the attention block of `position`."""
+        """Return how many leading rows of a stretch are in the attention block of `position`."""
         distance, num_rows = stretch.position - position, stretch.stop - stretch.start
         return max(0, self.rule.left_tokens(position, distance + num_rows) - distance)
 
@@ -428,7 +429,7 @@ class LevelAttention:
         """Compute dq, dk, dv and start their combine; return dout and out (n, L, H) for dsinks.
 
         `before`: the arrived rows and out that `forward` returned, if only dout was dispatched;
-        None if dout, out, q, k and v were.
+        None if dout, out, q, k and v were dispatched.
         """
         x = self._arrived()
         if before is None:
@@ -574,7 +575,8 @@ class _Call:
         ]
 
     def own_parts(self) -> list[tuple[SliceAttention, slice]]:
-        """Return attention and rows of the local slices, in halves if they hide all-to-alls."""
+        """Return (attention, rows) of the local slices: of all, or of two halves if these
+        hide all-to-alls."""
         if self.rows.own is None:
             return []
         slices = self.rows.own.slices

@@ -70,8 +70,8 @@ class _Relay(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """Implements `LayerKV` over stored latents, for slices that this process holds alone. Of all
-    other slices the store has keys and values."""
+    """Implements `LayerKV` over stored latents, for slices that this process holds alone. The
+    store has keys and values of all other slices."""
 
     stored: LayerKV
     own: frozenset[int]

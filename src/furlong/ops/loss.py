@@ -75,7 +75,7 @@ class TiledHead:
         cotangents: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the gradient (T, D) of the hidden states, and the function's values. `cotangents`
-        (R, ...): gradient of these values. The head's parameters accumulate theirs."""
+        (R, ...): gradient of these values. The head's parameters accumulate gradients, too."""
         gradient, found = torch.zeros_like(hidden), []
         for tile, at, some in self._tiles(rows, extras):
             tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)

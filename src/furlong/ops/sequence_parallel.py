@@ -59,8 +59,8 @@ def dispatch(
 def dispatched(
     level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int]
 ) -> list[Tensor]:
-    """Split dispatched rows x into one tensor (w, L, H) for each inner group: rows of all tensors
-    from this process's inner group, of keys alone from others.
+    """Split dispatched rows x into one tensor (w, L, H) for each inner group. Queries and keys come
+    from this process's inner group, only keys from the other groups.
 
     `queries`, `keys`: number of heads of each tensor before it was sent.
     """
@@ -93,8 +93,8 @@ def by_inner_place(level: Level, x: Tensor) -> list[Tensor]:
 def combine(
     exchange: Exchange, level: Level, inners: Sequence[Sequence[Tensor]]
 ) -> Callable[[], Tensor]:
-    """Start the combine of the tensors (m, L, H) that go to each inner group: all tensors to this
-    process's group, and those of keys alone, equally many, to each other group."""
+    """Start the combine. `inners`: the tensors (m, L, H) that go to each inner group: results for
+    queries and keys to this process's group, for keys alone, equally many, to each other group."""
     each = [sum(x.shape[0] for x in tensors) for tensors in inners]
     other = next((width for inner, width in enumerate(each) if inner != level.inner), 0)
     parts = [torch.cat([x.transpose(0, 1) for x in tensors], 1) for tensors in inners if tensors]

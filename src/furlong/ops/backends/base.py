@@ -133,8 +133,8 @@ class Backend(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Map q (N, T, H), k and v (K, S, H) to out (N, T, H) in q's dtype and lse (N, T).
 
-        A row that sees no key gets zeros and a log-sum-exp of -inf. Squares may be computed in one
-        call, or one by one (`each_square`).
+        A row that sees no key gets zeros and a log-sum-exp of -inf. A block with `squares` may be
+        computed in one call, or square by square (`each_square`).
         """
         ...
 

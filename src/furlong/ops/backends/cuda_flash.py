@@ -118,7 +118,8 @@ class CUDAFlash(Backend):
         )
 
     def _scores(self, block: Block) -> dict[str, float]:
-        """Return arguments for scale and softcap; NotImplementedError if softcap is missing."""
+        """Return the arguments for scale and softcap, or raise NotImplementedError for a softcap
+        that the kernel lacks."""
         if block.softcap is None:
             return {"scale": block.scale}
         if not self.has_softcap:
@@ -211,7 +212,7 @@ class CUDAFlash4(CUDAFlash):
         self, ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int, *,
         scale: float, softcap: float = 0.0, window_size_left: int = -1, window_size_right: int = -1,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return arguments that forward and backward share; None: a window without a bound."""
+        """Return arguments that forward and backward share; unbounded window sizes become None."""
         is_packed = ends_q is not None
         return {
             "softmax_scale": scale,

@@ -199,7 +199,8 @@ def _backward(
 
 
 def _narrow(x: Tensor, block: Block) -> Tensor:
-    """Return x (N, T, H) without columns of zeros, as cuDNN has kernels for narrow values alone."""
+    """Return x (N, T, H) without the columns of zeros that pad values to the width of keys: cuDNN
+    has kernels for such values only if they are not padded."""
     return x if block.value_width is None else x[..., : block.value_width]
 
 

@@ -43,7 +43,7 @@ _LARGE_PROBE = 256
 
 @dataclass(frozen=True, slots=True)
 class CallKind:
-    """Properties that attention calls of one backend share: all but their sizes."""
+    """A kind of attention call, for which a backend is chosen: all properties but sizes."""
 
     device: torch.device
     dtype: torch.dtype
@@ -192,7 +192,8 @@ def _probe(backend: Backend, kind: CallKind) -> str | None:
 def _drawn(kind: CallKind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
     """Draw q and dout (4, T, H), k and v (2, S, H), with the strides that q and stored K,V have.
 
-    A shift that changes no probability makes log-sum-exps as small as massive activations do.
+    On large blocks all scores are shifted down by a constant, which changes no probability: massive
+    activations make log-sum-exps as low.
     """
     generator = torch.Generator().manual_seed(0)
 
