@@ -142,7 +142,7 @@ def test_replicas():
     check(SAMPLED, (2, 1, 1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.few(0, 2)
 def test_four_processes(sizes):
     check([Asked(), Asked(backward=False), *SAMPLED], sizes)

@@ -55,14 +55,15 @@ def train(folder: Path, arguments: list[str], num_processes: int) -> str:
 
 LORA = ("--model.lora.rank=4", "--model.lora.dropout=0")
 slow = partial(pytest.param, marks=pytest.mark.slow)
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
     ("division", "flags"),
     [
         ({"pp": 2}, ()),
-        slow({"dp": 2}, ()),
-        slow({"sp": 2}, ()),
+        nightly({"dp": 2}, ()),
+        nightly({"sp": 2}, ()),
         # with one sequence in a step one pipeline, or one pool, is always idle
         slow({"dp": 2, "pp": 2}, (*LORA, "--train.sequences_per_step=1")),
         slow({"dp": 2, "sp": 2}, ("--train.sequences_per_step=1", "--chunks.keep=input")),
@@ -174,8 +175,8 @@ def has_no_memory(arguments: list[str], at: int, number: int) -> None:
     [
         ({"dp": 2}, 1, 2),
         slow({"dp": 2}, 1, 0),
-        slow({"pp": 2}, 1, 4),
-        slow({"sp": 2}, 0, 3),
+        nightly({"pp": 2}, 1, 4),
+        nightly({"sp": 2}, 0, 3),
         slow({"dp": 2, "pp": 2}, 3, 4),
     ],
     ids=str,

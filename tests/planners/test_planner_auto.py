@@ -68,7 +68,7 @@ def test_the_last_percents_of_speed_are_not_bought_with_memory():
     ("num_devices", "lens", "gib"),
     [
         (1, (800,), 60),
-        pytest.param(1, (9_000, 3_000, 700, 20), 10, marks=pytest.mark.slow),
+        pytest.param(1, (9_000, 3_000, 700, 20), 10, marks=pytest.mark.nightly),
         (2, (9_000, 700, 300, 20), 8),
         # where memory is plenty
         pytest.param(1, (9_000, 3_000, 700, 20), 30, marks=pytest.mark.nightly),

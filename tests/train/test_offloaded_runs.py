@@ -74,6 +74,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.few(0, 3)
 def test_one_process_trains_as_with_weights_on_the_device(
     kind: str, tiny_run: TinyRun, tmp_path: Path
 ) -> None:

@@ -340,8 +340,8 @@ def test_options_that_an_optimizer_has_not_are_refused(flags: list[str], key: st
     assert key in str(caught.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "muon", "bfloat16"])
+@pytest.mark.few(0, 2)
 def test_two_processes_divide_the_state(tiny_run: TinyRun, tmp_path: Path, name: str) -> None:
     """Adafactor's means are of whole matrices; Muon's products round to bfloat16, in another order
     than one process; moments in bfloat16 are rounded by other draws."""

@@ -106,8 +106,8 @@ def test_a_revision_of_the_hub_is_read_wherever_the_model_is(
     assert (adapters["base_model_name_or_path"], adapters["revision"]) == ("acme/tiny", "v2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp", "sp", "pp"])
+@pytest.mark.parametrize("layout", ["sp", "dp", "pp"])
+@pytest.mark.few(0, 2)
 def test_two_processes_over_4_bits(tiny_run: TinyRun, tmp_path: Path, layout: str) -> None:
     """Codes are whole on each process, adapters and a copy of tied embeddings are divided."""
     flags = (*FLAGS, "--model.lora.modules_to_save=embed_tokens", "--chunks.keep=kv")

@@ -25,25 +25,25 @@ from trl_cases import (
 
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 LOSSES: list[dict[str, Any]] = [
-    {"loss_type": ["aot_unpaired"]}, {"loss_type": ["sigmoid_norm"]},
-    {"loss_type": ["exo_pair"], "label_smoothing": 0.1},
+    {"loss_type": ["aot_unpaired"]},
     {"loss_type": ["sigmoid", "sft", "bco_pair"], "loss_weights": [1.0, 0.2, 0.5]},
 ]  # fmt: skip
 ALIKE: list[dict[str, Any]] = [
     {"loss_type": ["robust"], "label_smoothing": 0.1},
     *({"loss_type": [name]} for name in (
         "hinge", "nca_pair", "bco_pair", "sppo_hard", "aot", "apo_zero", "apo_down", "discopop",
-        "sft",
+        "sft", "sigmoid_norm",
     )),
+    {"loss_type": ["exo_pair"], "label_smoothing": 0.1}, {"ld_alpha": 0.5}, {"lora": "trained"},
+    {"gradient_checkpointing": True}, {"precompute_ref_log_probs": True},
 ]  # fmt: skip
-"""Losses that ask of a model what one of `LOSSES` does."""
+"""Alone what others have together, and losses that ask of a model what one of `LOSSES` does."""
 OTHERS: list[dict[str, Any]] = [
-    {"use_weighting": True}, {"ld_alpha": 0.5}, {"f_divergence_type": "js_divergence"},
+    {"use_weighting": True}, {"f_divergence_type": "js_divergence"},
     {"max_length": 40}, {"padding_free": False, "pad_to_multiple_of": 8},
     {"sync_ref_model": True, "ref_model_sync_steps": 2}, {"gradient_accumulation_steps": 2},
-    {"gradient_checkpointing": True}, {"precompute_ref_log_probs": True},
     {"precompute_ref_log_probs": True, "lora": "new"}, {"padding_free": True},
-    {"lora": "trained"}, {"lora": "trained", "loss_type": ["sigmoid_norm"]},
+    {"lora": "trained", "loss_type": ["sigmoid_norm"]},
     {"lora": "new", "gradient_checkpointing": True, "evaluates": True},
 ]  # fmt: skip
 QUICK: list[dict[str, Any]] = [{}, {"loss_type": ["ipo"], "lora": "new"}]

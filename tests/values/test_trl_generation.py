@@ -66,7 +66,9 @@ def generating(trainer: type, config: type, folder: Path, changes: dict[str, Any
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"beta": 0.0}, {"lora": True}, {"loss_type": "dr_grpo"}, {"loss_type": "cispo"},
+        {}, {"beta": 0.0}, {"loss_type": "cispo"},
+        *(pytest.param(x, marks=pytest.mark.nightly)
+          for x in ({"lora": True}, {"loss_type": "dr_grpo"})),
         {"importance_sampling_level": "sequence"},
         {"num_iterations": 2, "entropy_coef": 0.01, "top_entropy_quantile": 0.5},
     ],

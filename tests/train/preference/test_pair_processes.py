@@ -42,15 +42,8 @@ def figures(run: Path) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--parallel.dp=2",
-        pytest.param("--parallel.sp=2", marks=pytest.mark.slow),
-        pytest.param("--parallel.pp=2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("layout", ["--parallel.sp=2", "--parallel.dp=2", "--parallel.pp=2"])
+@pytest.mark.few(0, 2)
 def test_two_processes(tiny_run: TinyRun, tmp_path: Path, layout: str) -> None:
     adapters = ("--model.lora.rank=2",) if "dp" in layout else ()
     losses = ("--train.loss_type=apo_zero", "--train.sft_weight=0.5") if "sp" in layout else ()
