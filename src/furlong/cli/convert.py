@@ -104,7 +104,8 @@ def run_file(made: Conversion) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value for the YAML writer: strings of several lines become literal blocks."""
+    """Return a value to pass to the YAML writer. A string with several lines becomes a literal
+    block; other values are unchanged."""
     from ruamel.yaml.scalarstring import LiteralScalarString
 
     return LiteralScalarString(value) if isinstance(value, str) and "\n" in value else value

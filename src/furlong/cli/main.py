@@ -56,8 +56,9 @@ def command() -> NoReturn:
 
 
 def _leave(ended: list[int]) -> None:
-    """End the process at once with the code in `ended`, if `main` has returned. Under coverage, do
-    nothing: coverage's exit handler must still write its data."""
+    """End the process at once with exit code `ended[0]`; do nothing if `main` has not returned, so
+    that `ended` is empty. Also do nothing under coverage, whose exit handler must still write its
+    data."""
     if ended and "coverage" not in sys.modules:
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller
             stream.flush()

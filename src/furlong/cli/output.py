@@ -1,4 +1,5 @@
-"""Files that a verb writes, and stdout and stderr whose failed writes do not stop the verb.
+"""Files that a verb writes, and output streams: a failed write to stdout or stderr does not stop
+the verb.
 
 Standard output and error may be closed or full, or nobody may read them any more.
 """
@@ -98,8 +99,8 @@ def lasting_output() -> Iterator[Output]:
 
 @contextmanager
 def speaker_only(speaks: bool) -> Iterator[None]:
-    """Context manager: unless `speaks`, drop warnings and what this process prints to stdout. Other
-    output to stderr is kept."""
+    """Context manager: if `speaks` is false, drop what this process prints to stdout, and Python
+    warnings. Other output to stderr is kept."""
     if speaks:
         yield
         return
@@ -109,7 +110,9 @@ def speaker_only(speaks: bool) -> Iterator[None]:
 
 
 def check_output(path: Path, flag: str, endings: Sequence[str], *keys: str) -> None:
-    """Raise ConfigError if `path` has no suffix of `endings`, or if `check_replaced` raises it."""
+    """Raise ConfigError if the suffix of `path` is not one of `endings`, or if a file there must
+    not be replaced (see `check_replaced`). `flag`: the option that names the file, for the
+    message."""
     if path.suffix.lower() not in endings:
         required = f"a name that ends in {' or '.join(endings)}"
         raise refusal(f"{flag} {path}", required, "give the file another ending")
@@ -127,8 +130,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_replaced(path: Path, flag: str, *keys: str) -> None:
-    """Raise ConfigError if a file at `path` must not be replaced. A file may be replaced if it is
-    empty, JSON with all `keys` or, without `keys`, an image of this suffix."""
+    """Raise ConfigError if there is a file at `path` that a verb must not replace. A verb may
+    replace an empty file, a JSON object with all `keys` or, if no `keys` are given, an image in the
+    format of the suffix."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError:  # reported when the file is written

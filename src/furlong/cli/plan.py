@@ -188,7 +188,7 @@ def _check_outputs(chosen: Namespace) -> None:
 
 
 class Found(NamedTuple):
-    """The plan that was chosen for a `PlanQuestion`."""
+    """The plan chosen for a batch, with the decision and the search that led to it."""
 
     decision: Decision
     answer: Answer
@@ -211,8 +211,8 @@ class Found(NamedTuple):
 
 
 def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found:
-    """Return the plan of the question's batch, chosen as in a run. `method` overrides
-    `chunks.method`.
+    """Return the plan for the question's batch and devices, chosen as a run would. `method`:
+    planning method to use instead of `chunks.method`.
 
     Raises ConfigError if no plan is predicted to fit.
     """
@@ -250,8 +250,9 @@ def find(question: PlanQuestion, tell: Tell, method: str | None = None) -> Found
 
 
 def _refused_start(question: PlanQuestion, own: RankWeights) -> str:
-    """Return the reason for which a run that fits cannot start; "" if it can. Some kernels are
-    first compared on the unsharded model, which must then fit on each device."""
+    """Return the reason why a run cannot start although its plan fits; "" if it can start. The
+    kernels `liger` and `hub` are first compared on the unsharded model, which must then fit on each
+    device. `own`: sizes of a process's weights."""
     kernels, training = question.config.model.kernels, own.training
     master = training.master_bytes or training.compute_bytes
     whole = (own.in_use - own.trained) * training.compute_bytes + own.trained * master
@@ -335,9 +336,12 @@ def _show_found(
 
 
 def _of_run(question: PlanQuestion, found: Found) -> tuple[str, dict[str, Any]]:
-    """Return the predicted time of a whole run and the mean time of its steps, in words and as JSON
-    values. Both are empty if the number of steps is unknown, or if the loss compares sequences, so
-    that a step is several engine calls."""
+    """Return (text, JSON values) about a whole run: its predicted time, and the mean time of its
+    steps.
+
+    Both are empty if the number of steps is unknown. They are also empty for losses that compare
+    sequences, since a step of such a loss is several engine calls.
+    """
     asked, report, train = found.answer.question, found.report, question.config.train
     if not question.is_long or train.is_of_pairs:
         return "", {}
@@ -365,9 +369,9 @@ def _of_run(question: PlanQuestion, found: Found) -> tuple[str, dict[str, Any]]:
 def _longest(
     question: PlanQuestion, answer: Answer, report: PlanReport
 ) -> tuple[str, dict[str, Any]]:
-    """Return, in words and as JSON values, whether the data's longest sequence fits, and how long a
-    sequence may be. If the plan of the batch exceeds a memory budget, the longest sequence counts
-    as too long."""
+    """Return (text, JSON values) about the longest sequence of the data: whether it fits, and how
+    long a sequence may be at most. If the plan of the batch exceeds a memory budget, the longest
+    sequence counts as not fitting."""
     tokens, own = question.batch.longest_tokens, max(question.batch.seq_lens)
     positions = question.asked.model.shape.num_positions
     is_beyond = positions is not None and positions < own
@@ -401,13 +405,13 @@ _FORWARD, _DEEP = "chunk-first", "layer-first"
 
 
 def reasons(answer: Answer) -> list[str]:
-    """Return one line for each choice of the search, with what its alternatives cost. The order is:
-    weights on the CPU, sizes of the layout above 1, `reshard`, size of chunks, `keep`, `offload`,
-    `order`.
+    """Return one line for each choice of the search, such as `size`. The line says what the
+    alternatives cost. The order of lines is: weights on the CPU, layout sizes above 1, `reshard`,
+    chunk size, `keep`, `offload`, `order`.
 
-    A choice has no line if it was given or had no alternatives; `reshard` has one only if the plan
-    frees weights of stages. Costs are times of simulated plans; `about` marks closed-form
-    estimates, `at least` marks bounds.
+    A choice that was given, or that had no alternatives, has no line. `reshard` has a line only if
+    the plan frees weights of stages. Costs are times of simulated plans. In a line, `about` marks a
+    closed-form estimate and `at least` marks a bound.
     """
     return [*_of_weights(answer), *_of_layout(answer), *_of_options(answer)]
 
@@ -486,10 +490,15 @@ def _keys(options: ChunkOptions) -> dict[str, Any]:
 
 
 def _cost(answer: Answer, wanted: dict[str, Any], name: str) -> str:
-    """Return in words how much more time or memory the options `wanted` cost than the chosen ones.
-    Both differ in the option `name`; offload and number of retained chunks may differ, too.
+    """Return how much more time or memory the options `wanted` cost than the chosen options, in
+    words.
 
-    Return "" if no candidate has these options, or if its estimated time is not longer.
+    Args:
+        wanted: Option values by name. They differ from the chosen ones in the option `name`; the
+            offload and the number of retained chunks may differ, too.
+
+    Returns:
+        The text; "" if no candidate has these options, or if its estimated time is not longer.
     """
     question, chosen, limits = answer.question, answer.by_options, answer.question.limits
     assert chosen is not None
@@ -539,8 +548,9 @@ def _more(ratio: float) -> str:
 
 
 def _show_smallest(flags: RunFlags, tell: Tell) -> None:
-    """Show the plan on the smallest known card that holds the batch; with --hardware, on the fewest
-    devices of that name (the given sizes times a power of two). Raises ConfigError if none fits."""
+    """Print the plan on the smallest known card that holds the batch. With --hardware, use that
+    card and print the plan on the fewest devices: the given number, or this number times a power of
+    two. Raises ConfigError if no plan fits."""
     own, of_size, known = flags.own, dict[int, str](), known_machines()
     for name in sorted(known, key=lambda name: known[name].peak_flops_per_s):
         of_size.setdefault(known[name].memory_bytes, name)  # the slowest card of each size
@@ -580,8 +590,8 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
 
 
 def _is_too_small(question: PlanQuestion) -> bool:
-    """Whether, in every layout, weights, gradients and optimizer alone exceed a device's budget,
-    and may not be offloaded or do not fit in CPU memory. Then there is nothing to search."""
+    """Whether weights, gradients and optimizer alone exceed a device's budget in every layout, even
+    if weights are offloaded to CPU memory where that is allowed. Then a search is pointless."""
     asked, limits = question.asked, question.asked.limits
     away = asked.offloading() if asked.may_offload_weights else asked
     below = inf if limits.cpu_bytes is None else limits.cpu_bytes
@@ -643,8 +653,8 @@ def _show_comparison(flags: RunFlags, tell: Tell) -> None:
 
 
 def _exact(question: PlanQuestion, method: str) -> PlanQuestion:
-    """Return the question for one method. SpaCO alone samples chunks, so for other methods than
-    `spaco` and `auto` the question has no `sample`."""
+    """Return the question for one method, for a comparison. Only SpaCO samples chunks. So the
+    option `sample` is removed for methods other than `spaco` and `auto`."""
     given = question.asked.given
     if method in ("auto", "spaco") or "sample" not in given:
         return question
@@ -657,8 +667,8 @@ def _telling(what: str, tell: Tell) -> Tell:
 
 
 def _show_saved(file: str, flags: RunFlags) -> None:
-    """Show seconds and bytes of a saved plan. The flags name a model and hardware; by default they
-    are those saved with the plan."""
+    """Print the predicted seconds and bytes of the plan saved in `file`. By default the model and
+    the hardware are those that were saved with the plan; flags may name others."""
     chosen = flags.own
     if chosen.out is not None:
         raise refusal(f"{file} with --out", "a plan that is searched", "copy the file")
@@ -740,8 +750,8 @@ def _show_page(
     report: PlanReport, chosen: Namespace, above: Mapping[str, str], below: Mapping[str, str],
     values: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Print a plan's page between the lines `above` and `below`, of which empty ones are left out.
-    With --json print only `values`."""
+    """Print a page about a plan: the lines `above`, the report, then the lines `below`. Lines with
+    an empty text are not printed. With --json, print only `values`."""
     if chosen.json:
         print(json.dumps(values, indent=1))
     else:

@@ -1,4 +1,5 @@
-"""The question for `furlong plan`: a batch, a model on devices, and the given options."""
+"""The input of `furlong plan`: a batch, a model, devices, and the options that the user has
+given."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ class PlannedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-    """The question of a command line of `furlong plan`, with a description in words."""
+    """The input of `furlong plan` as its command line gives it: a batch, a model, devices and
+    options."""
 
     config: RunConfig
     is_run: bool
@@ -107,7 +109,8 @@ class PlanQuestion:
     """Reason for which `furlong train` refuses the lengths or the weights; empty if none."""
 
     def lines(self) -> dict[str, str]:
-        """Return the lines to print above the chosen plan, by label. Empty ones are not printed."""
+        """Return the lines to print above the chosen plan, {label: text}. Lines with an empty text
+        are not printed."""
         model, limits, count = self.asked.model, self.asked.limits, self.asked.num_devices
         shape, lora, machine = model.shape, model.training.lora, model.hardware
         trained = f"LoRA of rank {lora.rank}" if lora else "all weights trained"
@@ -153,7 +156,8 @@ class PlanQuestion:
 
 
 def _kinds(model: CostModel) -> str:
-    """Return in words how many layers are recurrent, and how many have latent attention."""
+    """Return words about special layers, such as ` (24 recurrent, ...; 8 with latent attention)`.
+    Return "" if the model has no such layers."""
     shape, kinds = model.shape, []
     if count := sum(layer.is_recurrent for layer in shape.layers):
         num_bytes = sum(n.state_bytes(model.training.compute_bytes) for n in shape.layers)
@@ -165,7 +169,8 @@ def _kinds(model: CostModel) -> str:
 
 
 def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuestion:
-    """Return the question of the flags. `batch`: replaces the flags' batch. Raises ConfigError."""
+    """Return the input of `furlong plan` that the flags describe. `batch`: used instead of the
+    batch in the flags. Raises ConfigError if flags are missing or do not fit together."""
     config, own = run_of(flags), flags.own
     is_run = own.subject is not None or "--data.train" in flags.names
     if own.hardware is None and not is_run:
@@ -234,8 +239,9 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
 
 
 def planned_batch(flags: RunFlags, config: RunConfig) -> PlannedBatch:
-    """Return the batch of a run file, of --data.train, or of --lengths. For a preference loss the
-    batch is one pair (kto: one answer), as long as the longest sequence. Raises ConfigError."""
+    """Return the batch to plan, from a run file, --data.train or --lengths. A preference loss has
+    one pair as its batch (kto: one answer), where each sequence is as long as the longest in the
+    data. Raises ConfigError."""
     own, seed = flags.own, config.train.seed
     is_run = own.subject is not None or "--data.train" in flags.names
     limit = config.data.max_seq_len if is_run or _LIMIT in flags.names else sys.maxsize
@@ -353,17 +359,21 @@ def _of_preset(name: str, count: int, seed: int, limit: int) -> PlannedBatch:
 def _with_longest(
     longest: int, drawn: Sequence[int], lengths: Lengths, words: str, seed: int
 ) -> PlannedBatch:
-    """Return a batch of the longest sequence and the drawn ones. `words`: source of all
-    sequences."""
+    """Return a batch of the longest sequence (length `longest`) and the `drawn` lengths. `words`:
+    source of the sequences, for the description. `lengths`: all lengths of the data."""
     others = f", and {len(drawn):,} others drawn with seed {seed}" if drawn else ""
     source = f"the longest of {words}{others}"
     return PlannedBatch((longest, *drawn), source, lengths, longest)
 
 
 def _counted(flags: RunFlags, config: RunConfig) -> tuple[str, Lengths]:
-    """Return the name and the lengths of a run's data, from the file NAME.lengths.json beside the
-    run file. If the file is missing or old, count the lengths (this loads torch and the tokenizer)
-    and write the file. If flags change the data, count the lengths and leave the file alone."""
+    """Return the name and the sequence lengths of a run's data.
+
+    The lengths are read from NAME.lengths.json beside the run file. If this file is missing, or
+    older than the run file or the data, count the lengths (this loads torch and the tokenizer) and
+    write the file. If there is no run file, or flags change the data, count the lengths without
+    this file.
+    """
     file, is_cut = flags.own.subject, config.data.too_long != "error" or config.data.join
     changed = {flag for flag in flags.names if flag.startswith("--data")} - _NOT_OF_LENGTHS
     changed |= flags.names & {"--train.loss"}
@@ -436,9 +446,9 @@ def missing(flag: str) -> UserError:
 
 
 def spec_of(name: str, num_devices: int = 1) -> Machine:
-    """Return the specification of one of `num_devices` devices of the hardware `name`, as `furlong
-    train` sees it. CPU devices are processes on this machine. A card always has its share of a full
-    node's RAM, since machines with fewer cards have less RAM."""
+    """Return the specification of one device among `num_devices` of the hardware `name`. `cpu`
+    means processes on this machine, which share its RAM. A card has its share of the RAM of a full
+    node, also if fewer cards are used, since machines with fewer cards have less RAM."""
     machine = Machine.named(name)
     found = one_of(machine, _num_local(machine, num_devices))
     return found if machine.name == THIS_CPU else replace(found, host_bytes=machine.host_bytes)
@@ -451,8 +461,8 @@ def _num_local(machine: Machine, num_devices: int) -> int:
 
 
 def _here(num_devices: int) -> tuple[Machine, int | None]:
-    """Return the specification of one of this machine's `num_devices` devices, and the free bytes
-    of its GPU (CPU: None)."""
+    """Return the specification of one of `num_devices` devices of this machine, and the free bytes
+    of its GPU. The free bytes are None for a CPU."""
     if not any(map(os.path.exists, _DRIVERS)):
         return spec_of(THIS_CPU, num_devices), None
     import torch  # takes seconds
@@ -468,11 +478,16 @@ def _here(num_devices: int) -> tuple[Machine, int | None]:
 def planned_model(
     config: RunConfig, spec: Machine, num_devices: int, longest: int, *, calibrate: bool
 ) -> tuple[CostModel, str]:
-    """Return the cost model of a run with sequences of up to `longest` tokens on a device, and the
-    reason for which `furlong train` refuses this length or the weights ("" if it does not).
-    `calibrate`: whether to use a calibration if there is one.
+    """Return the cost model of a run on a device and, as text, the reason why `furlong train` would
+    refuse the longest sequence or the weights. The text is "" if the run is not refused.
 
-    Raises UserError for a model that `furlong train` refuses for other reasons.
+    Args:
+        spec: The device.
+        longest: Number of tokens of the longest sequence.
+        calibrate: Whether to use this machine's calibration, if there is one.
+
+    Raises:
+        UserError: For a model that `furlong train` refuses for other reasons.
     """
     model, known, name = config.model, None, config.model.name.rpartition("/")[2]
     file = _config_file(model.name, model.revision)

@@ -99,9 +99,9 @@ def _parse(arguments: Sequence[str]) -> RunConfig:
 
 
 def _check_place(out: str, arguments: Sequence[str]) -> None:
-    """Raise ConfigError if the config.json of a run folder names another folder as `out`: a new run
-    would begin there. This happens if the run was moved or copied, or if the command is called in
-    another folder."""
+    """Raise ConfigError if a run folder's config.json is given, and names another folder as `out`.
+    Otherwise a new run would begin in that folder. This happens if the run was moved or copied, or
+    if the command is called in another folder."""
     from furlong.train.run_folder import CONFIG, holds_run
 
     if any(argument.split("=")[0] == "--out" for argument in arguments):

@@ -95,7 +95,8 @@ def _draw_bars(axes: Axes, shares: Sequence[tuple[float, ...]]) -> None:
 
 
 def _draw_limit(axes: Axes, buckets: Sequence[LengthBucket], max_seq_len: int) -> None:
-    """Mark the length at which a run truncates sequences. Inside its bucket the scale is linear."""
+    """Draw a line at the length at which a run truncates sequences. Each bucket has the same width
+    on the x axis; the position of the line inside a bucket is proportional to the length."""
     x, bucket = next((x, own) for x, own in enumerate(buckets) if max_seq_len <= own.upto)
     place = x - 0.5 + (max_seq_len - bucket.above) / (bucket.upto - bucket.above)
     axes.axvline(place, color=LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))

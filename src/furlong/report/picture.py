@@ -103,8 +103,8 @@ def _draw_title(axes: Axes, title: str, lines: Sequence[str]) -> None:
 
 
 def _draw_lane(axes: Axes, scene: Scene, rank: RankScene, longest_s: float) -> None:
-    """Draw a rank's forwards and backwards as bars, its messages and copies below. The y axis is in
-    inches, downwards."""
+    """Draw the timeline of one rank: forwards and backwards as bars, and below them its messages
+    and its copies as thinner bars. The y axis is in inches, downwards."""
     axes.set_ylim(_LANE + 3 * _THIN, 0)
     axes.annotate(rank.name, (0, _LANE / 2), (-8, 0), textcoords="offset points", fontsize=9,
                   color=INK, ha="right", va="center")  # fmt: skip
@@ -134,12 +134,13 @@ def _draw_lane(axes: Axes, scene: Scene, rank: RankScene, longest_s: float) -> N
 
 
 def _stack(parts: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return the bytes of all parts together at each time."""
+    """Return, for each time, the sum of the bytes of all parts."""
     return [sum(row) for row in zip(*parts.values(), strict=True)]
 
 
 def _draw_memory(axes: Axes, scene: Scene, rank: RankScene, most_bytes: float) -> None:
-    """Draw the parts of a device's memory as a stack, with the peaks of all memories beside it."""
+    """Draw a rank's device memory over time as a stack of its parts. Beside it, write the peaks of
+    device memory, CPU memory and disk."""
     axes.set_ylim(-0.15 * most_bytes, most_bytes)
     axes.axhline(0, color=LINE, linewidth=1.6)
     times, colours = [*rank.times, scene.duration_s], [PART_COLOURS[part] for part in rank.device]
@@ -170,14 +171,16 @@ def _draw_time_axis(axes: Axes) -> None:
 def _write(
     axes: Axes, x: float, down: float, text: str, size: float, colour: str, **how: Any
 ) -> None:
-    """Write a text `down` points below the top of the axes, at their left edge (x = 0) or to the
-    right of them (x = 1). Dollar signs are literal, not mathtext."""
+    """Write a text beside the axes. Its top is `down` points below the top of the axes. With x = 0
+    it starts at their left edge, with x = 1 at the right, outside the axes. Dollar signs are
+    literal, not mathtext."""
     axes.annotate(text, (x, 1), (8 * x, -down), xycoords="axes fraction", va="top", fontsize=size,
                   textcoords="offset points", color=colour, parse_math=False, **how)  # fmt: skip
 
 
 def legend(scenes: Sequence[Scene]) -> list[tuple[str, Patch | Line2D]]:
-    """Return (words, handle) of each action, chunk and part of memory that the scenes show."""
+    """Return the entries of the legend, as (words, handle): one for each kind of action, colour of
+    chunks and part of memory in the scenes."""
     ranks = [rank for scene in scenes for rank in scene.ranks]
     bars: list[Bar] = [bar for rank in ranks for bar in rank.bars if bar.span[1] > 0]
     kinds, edge = {bar.kind for bar in bars}, tint(GREY, 0.25)

@@ -80,14 +80,15 @@ class PlanReport:
 
     @property
     def brought_bytes(self) -> int:
-        """Bytes of weights that a step copies from CPU memory to the rank with most weights."""
+        """Bytes of weights that a step copies from CPU memory to a device, for the rank with the
+        most weights."""
         own = self.weights
         actions = self.plan.actions[self.plan.held.index(tuple(sorted(own.held)))]
         return round(sum(own.brought_bytes(a.stage) for a in actions if isinstance(a, Unshard)))
 
     @property
     def lost(self) -> dict[str, float]:
-        """Parts of the bubble ratio, as shares of the ranks' time. Keys are words to print."""
+        """Time lost as counted in the bubble ratio, by cause: {words: share of the ranks' time}."""
         return lost_shares(self.figures)
 
     def mfu(self, *, masked: bool = True) -> float | None:
@@ -123,7 +124,8 @@ class PlanReport:
 
     @property
     def missing(self) -> str:
-        """In words, all that the available processes lack to run the plan; empty if nothing."""
+        """Text: everything that the plan needs and the available processes do not have; empty if
+        nothing."""
         needed = len(self.plan.actions) * self.plan.sp_size
         parts = self.lacks
         if self.plan.regathers and not self.plan.replicated:
@@ -134,7 +136,8 @@ class PlanReport:
 
     @property
     def lacks(self) -> list[str]:
-        """Words for each memory (device, CPU, disk) whose budget some rank exceeds."""
+        """One text for each memory (device, CPU, disk) whose budget at least one rank exceeds. The
+        text has the needed and the available bytes."""
         cpu_bytes = max(rank.peak_cpu_bytes for rank in self.memory)
         disk_bytes = max(rank.peak_disk_bytes for rank in self.memory)
         return [
@@ -149,8 +152,12 @@ class PlanReport:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Sizes of data, sequence and pipeline parallelism, and of the plan's pools (`sp_size`
-        devices that form a rank). Pools that shard no sequence count as data parallelism."""
+        """Sizes of data, sequence and pipeline parallelism, as `dp`, `sp`, `pp`, and of the plan's
+        pools.
+
+        A pool is a group of `sp_size` devices that forms one rank. If no pool shards a sequence,
+        its devices count as data parallelism: `sp` is 1, and `dp` is multiplied by `sp_size`.
+        """
         pp = ranks_per_replica(self.plan)
         dp, sp_size = len(self.plan.actions) // pp, self.plan.sp_size
         sizes = self.plan.sizes_of_places
@@ -258,10 +265,11 @@ def report_plan(
 def _break_down(
     plan: ChunkPlan, model: CostModel, costs: PlanCosts, figures: SimulatedStep
 ) -> dict[Wait, float]:
-    """Return the shares of a simulated step's time by activity.
+    """Return the shares of a simulated step's time by activity, {activity: 0 to 1}.
 
-    Waits inside forwards and backwards are measured by difference. One kind of wait after the other
-    is made free, and the time that this saves is its share, so each second is counted once.
+    Waits within forwards and backwards are measured by difference: computing times are predicted
+    again without one kind of wait, then without two, and so on. The share of a kind is the time
+    that is saved by leaving it out, so each second counts once.
     """
     shares, total_s = figures.shares(), figures.duration_s * len(figures.ranks) or 1.0
     may_be: dict[Hidden, bool] = {
@@ -288,9 +296,9 @@ def _break_down(
 
 
 def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
-    """Return the share of time that processes of a pool (a sequence-parallel group) wait for its
-    slowest process: 1 - mean / max of their seconds, both summed over each kind of work in each
-    pass.
+    """Return the share of time that the processes of a pool (a sequence-parallel group) wait for
+    the slowest process, 0 to 1. For each kind of work in each pass, take the mean and the maximum
+    of the processes' seconds; the result is 1 - (sum of means) / (sum of maxima).
 
     Gathers of weights are left out, since they take all processes of a pool equally long.
     """

@@ -1,12 +1,13 @@
 """Scenes: timelines prepared for pictures and traces, as bars, memory over time, colours and words.
 
-Each action becomes a bar on a track of its rank, in the colour of its chunk. Each cut sequence has
-a hue; a chunk of whole sequences has a tone that differs from its neighbours'. The shade shows the
-kind of action. The colours are distinct for colour-blind readers, too.
+Each action becomes a bar on a track of its rank, in the colour of its chunk. Each sequence that is
+cut into chunks has a hue. A chunk of whole sequences has a tone that differs from those of its
+neighbours. The shade shows the kind of action. Colour-blind readers can tell the colours apart.
 
 A trace (Chrome trace events, which Perfetto opens at ui.perfetto.dev) has one process per rank, and
-in it one thread per track. Messages have a thread per peer and direction, since messages to two
-neighbours overlap and slices of a thread may only nest. Arrows lead from a Send to its Recv.
+in it one thread per track. Messages have a thread per peer and direction, because messages to two
+neighbours may overlap, while slices of a thread may only nest. An arrow leads from a Send to its
+Recv.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def figure_words(figures: SimulatedStep) -> str:
 
 
 def lost_shares(figures: SimulatedStep) -> dict[str, float]:
-    """Return the shares of the ranks' time other than first forwards and backwards, keyed by words.
-    They add up to the bubble ratio."""
+    """Return the shares of the ranks' time that are lost, since they are neither forwards nor
+    backwards, by cause: {words: share}. They add up to the bubble ratio."""
     shares = figures.shares()
     return {_SHARE_WORDS[name]: shares[name] for name in shares if name not in _USEFUL}
 
@@ -90,9 +91,12 @@ def share_words(shares: Mapping[str, float], between: str = ", ") -> str:
 def choose_ranks(
     plan: ChunkPlan, timeline: Timeline, most: int = 16
 ) -> tuple[tuple[int, ...], str]:
-    """Select at most `most` ranks: those of the replicas whose computation ends last or, if a
-    replica has more ranks, some ranks spread over its stages. Return them, and the selection in
-    words (empty if all ranks are shown)."""
+    """Select at most `most` ranks to draw. If a replica has at most `most` ranks, take all ranks of
+    the replicas whose computation ends last. If a replica has more ranks, take ranks evenly spread
+    over the stages of the replica that ends last.
+
+    Return the ranks, and a text that names the selection (empty if all ranks are shown).
+    """
     num_ranks, size = len(plan.actions), ranks_per_replica(plan)
     if num_ranks <= most:
         return tuple(range(num_ranks)), ""
@@ -248,7 +252,8 @@ class RankScene:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Everything drawn for one panel. Title and lines are also about ranks that are not drawn."""
+    """Everything drawn for one panel. Its title and lines describe all ranks, also those not
+    drawn."""
 
     panel: Panel
     title: str
@@ -309,8 +314,9 @@ def _rank(
     late: Collection[tuple[int, int]],
     colours: Mapping[int, str],
 ) -> RankScene:
-    """Return what is drawn for a rank. `late`: (chunk, stage) of each Forward that computes
-    nothing, so that the Recompute is drawn as a forward."""
+    """Return the bars and the memory of one rank. `late`: (chunk, stage) of each forward that
+    computes nothing. Its recompute is the first computation, so the recompute is drawn as a
+    forward."""
     plan = panel.plan
     stages = sorted({r.action.stage for r in records if not isinstance(r.action, MESSAGES)})
     names = ["device" if is_alone(plan) else f"rank {rank}"]
@@ -351,10 +357,11 @@ Steps = dict[str, tuple[int, ...]]
 def memory_steps(
     records: Sequence[Record], actions: Sequence[Action], curve: MemoryCurve | None
 ) -> tuple[tuple[float, ...], Steps, Steps]:
-    """Return times of one rank, and from each time to the next the bytes of its device memory and
-    of its CPU memory and disk, by part. The bytes of an action last until the next one starts.
+    """Return (times, device memory, other memory) of one rank. Each memory is {part: bytes}, with
+    the bytes from each time to the next. Other memory is CPU memory and disk.
 
-    `curve`: predicted bytes of these actions, by part; None: the records' totals are used.
+    The bytes of an action last until the next action starts. `curve`: predicted bytes of these
+    actions, by part; None: only the totals in the records are used.
     """
     # a Send, an Unshard or a copy overlaps later actions, so its record says nothing about memory
     settled = [
@@ -381,8 +388,9 @@ def memory_steps(
 
 
 def cut_sequences(plan: ChunkPlan) -> dict[int, str]:
-    """Return the colour of each sequence that is cut into several chunks, the longest first. Whole
-    sequences use up colours, too, so a sequence has the same colour in all plans of its batch."""
+    """Return {seq_id: colour} of the sequences that are cut into several chunks, the longest first.
+    Colours are assigned to whole sequences, too, so a sequence has one colour in all plans of its
+    batch."""
     ordered = sorted(range(len(plan.seq_lens)), key=lambda seq_id: (-plan.seq_lens[seq_id], seq_id))
     colours = zip(ordered, cycle(SEQUENCE_COLOURS), strict=False)
     return {seq_id: colour for seq_id, colour in colours if seq_id in plan.groups}
@@ -466,7 +474,8 @@ def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
 
 
 def _arrow(bar: Bar, num_chunks: int) -> dict[str, Any]:
-    """Return the event of one end of the arrow from a Send to its Recv, in that message's slice."""
+    """Return the trace event of one end of the arrow from a Send to its Recv. `bar`: the bar of the
+    Send or the Recv."""
     action = bar.record.action
     assert isinstance(action, MESSAGES)
     end = "s" if isinstance(action, Send) else "f"

@@ -39,8 +39,8 @@ _INDENT, _WIDTH = 11, 80
 
 
 def line(name: str, text: str) -> str:
-    """Return an entry of a plan's page: `name`, then `text` wrapped beside it at 80 columns. Words
-    are never broken, so that paths stay whole."""
+    """Return a line of a plan's page: `name`, then `text` in a column, wrapped at 80 characters.
+    Words are never broken, so that paths stay whole."""
     room = _WIDTH - _INDENT
     rows = [row for part in text.split("\n") for row in wrap(part, room, **_WHOLE_WORDS)]
     return name.ljust(_INDENT) + ("\n" + " " * _INDENT).join(rows)
@@ -79,7 +79,8 @@ def format_report(report: PlanReport) -> str:
 
 
 def between_words(machine: Machine, seconds: float) -> str:
-    """Return predicted seconds in words, with their range and the reason why it is so wide."""
+    """Return predicted seconds as a text with their likely range and the reason for this range,
+    such as the calibration's error."""
     low, high = map(format_seconds, machine.seconds_between(seconds))
     why = "while figures are assumed"
     if machine.time_error is not None:
@@ -88,8 +89,8 @@ def between_words(machine: Machine, seconds: float) -> str:
 
 
 def weights_words(own: RankWeights, *, reshards: bool) -> str:
-    """Return in words how the weights of a process are sharded or offloaded; empty if the process
-    has all weights on its device."""
+    """Return a text that describes how a process holds its weights: sharded or offloaded. Return ""
+    if all its weights are on its device. `own`: the weights of the process's rank."""
     if not own.divides:
         return ""
     held, whole = len(own.layers), own.whole_at_a_time(reshards=reshards)
@@ -155,7 +156,8 @@ def _mfu_words(report: PlanReport) -> str:
 
 
 def _inside_words(report: PlanReport) -> str:
-    """Return a line for waits inside forwards and backwards, whose seconds include the waits."""
+    """Return a text line about waits that are part of forwards and backwards, such as all-to-all;
+    "" if there are none."""
     shares, found = report.figures.shares(), report.breakdown
     inside = {
         "all-to-all": found["all_to_all"],
@@ -167,8 +169,8 @@ def _inside_words(report: PlanReport) -> str:
 
 
 def runs_words(report: PlanReport, train_on: str = "") -> str:
-    """Return in words whether this release can run the plan. `train_on`: the name of a device if
-    `furlong train` would choose this plan with one such device per process."""
+    """Return a text that says whether this release can run the plan, and how. `train_on`: the
+    device of each process, by name, if `furlong train` would choose this plan there; else empty."""
     if report.refused:
         return f"no: {report.refused}"
     if report.missing:
@@ -249,9 +251,9 @@ def _memory_words(report: PlanReport) -> str:
 
 
 def _memory_parts(report: PlanReport) -> list[str]:
-    """Return a table of bytes, all in one unit. Its rows are the parts at the peak, their sum, and
-    the peaks of CPU memory and disk; its columns are sets of ranks with equal bytes. If all ranks
-    are equal, the table is one line."""
+    """Return the lines of a table of bytes, all in one unit. Rows: the parts of device memory at
+    the peak, their sum, and the peaks of CPU memory and disk. Columns: groups of ranks with equal
+    bytes. If all ranks are equal, the table is one line."""
     heads = [*(PART_WORDS.get(part, part) for part in PARTS), "device", *TARGETS]
     values = [
         [
@@ -341,8 +343,9 @@ class MethodRow:
 
 
 def format_comparison(rows: Sequence[MethodRow]) -> str:
-    """Return a table of the methods that have a plan, fastest first. Below it are the bubble and
-    options of each, and the reasons why other methods have no plan."""
+    """Return a table of the methods that have a plan, fastest first. Below the table are the lost
+    time (bubble) and the options of each method, and then the reasons why other methods have no
+    plan."""
     planned = _by_time(rows)
     table = [
         ["method", "dp x sp x pp", "runs", "step", "vs best", "tokens/s", "lost", "peak"],

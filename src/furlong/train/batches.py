@@ -1,9 +1,9 @@
-"""Global batches on the processes of a run: their plans, made ahead of time, and their gradients.
+"""Global batches on the processes of a run: plans, made ahead of time, and gradients.
 
 The sequences of a batch are divided among the replicas. One process of each replica plans the
-replica's sequences, so planning takes as long for many replicas as for one. All processes then
-exchange these plans and join them to one plan of the batch. This happens in a thread, with
-collectives in a separate group, while the previous batch trains.
+replica's sequences, so planning takes as long for many replicas as for one. All processes exchange
+the plans of the replicas, and each joins these plans to one plan of the batch. Planning and
+exchange run in a thread, with collectives in a separate group, while the previous batch trains.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ Seconds = Callable[[ChunkPlan], float]
 
 
 class Wanted(NamedTuple):
-    """Key by which the plan of a batch is requested: all values that the plan depends on."""
+    """Key by which the plan of a batch is requested. The key holds all values that the plan depends
+    on."""
 
     seq_lens: tuple[int, ...]
     options: ChunkOptions
@@ -52,12 +53,14 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, batch: TrainBatch, options: ChunkOptions, *, backward: bool = True) -> Wanted:
-        """Return a batch's key. Its options have no `sample`: chunks are sampled after planning."""
+        """Return the key of a batch. The options in the key have no `sample`, as chunks are sampled
+        after planning."""
         return cls(batch.seq_lens, replace(options, sample=None), backward)
 
 
 class Planned(NamedTuple):
-    """The plan of a batch, the names of its planners, and its predicted time."""
+    """The plan of a batch, the names of the planners that made the plan, and the predicted step
+    time."""
 
     method: str
     """Names of the replicas' planners; see `planners.search`."""
@@ -70,10 +73,11 @@ class Planned(NamedTuple):
 class BatchPlanner:
     """Plans a global batch: divides its sequences among the replicas and plans each replica's part.
 
-    A replica is one device, a sequence-parallel group that divides each chunk, or a pipeline in
-    state-aware 1F1B. If one of the `alternatives` (other planners) makes a plan with a shorter
-    predicted time, the replica runs that plan. If there are fewer sequences than replicas, some
-    replicas run a dummy chunk.
+    A replica is one device, a sequence-parallel group that divides each chunk, or a pipeline. The
+    pipeline runs state-aware 1F1B. If one of the other planners (`alternatives`) makes a plan that
+    is predicted to be faster, or if the run names a method, the replica runs the plan of
+    `alternatives`. If there are fewer sequences than replicas, the replicas without a sequence run
+    a chunk of padding (a dummy chunk).
     """
 
     layout: Layout
@@ -86,12 +90,14 @@ class BatchPlanner:
     seconds: Seconds = lambda plan: 0.0
 
     def plan(self, wanted: Wanted) -> Planned:
-        """Plan the sequences of all replicas. Return the checked plan of the batch."""
+        """Plan the sequences of all replicas in this process. Return the plan of the whole
+        batch."""
         num_replicas = len(self._dealt(wanted))
         return self.joined(wanted, [self.own(wanted, replica) for replica in range(num_replicas)])
 
     def own(self, wanted: Wanted, replica: int) -> Planned:
-        """Return the plan of one replica's sequences, which are numbered from 0 in the plan."""
+        """Return the plan of the sequences of one replica. The plan numbers these sequences from
+        0."""
         options = wanted.options
         seq_lens = [wanted.seq_lens[seq_id] for seq_id in self._dealt(wanted)[replica]]
         is_cut = self.layout.pp > 1 or options.order == "layer-first"
@@ -115,8 +121,8 @@ class BatchPlanner:
         return Planned(methods, plan, max(own.step_s for own in found))
 
     def _dealt(self, wanted: Wanted) -> Sequence[Sequence[int]]:
-        """Return the seq_ids of each replica that gets any sequences. A single device gets all
-        sequences, in batch order."""
+        """Return a list of seq_ids for each replica that gets at least one sequence. A single
+        device gets all sequences, in batch order."""
         if self.layout.num_devices == 1:
             return [range(len(wanted.seq_lens))]
         return by_cost(self.work(wanted.seq_lens), min(self.layout.dp, len(wanted.seq_lens)))
@@ -127,7 +133,8 @@ class SharedPlans:
     the plans in the same order."""
 
     def __init__(self, processes: Processes, replica: int | None, planner: BatchPlanner) -> None:
-        """`replica`: the replica whose sequences this process plans, or None. A collective."""
+        """`replica`: number of the replica whose sequences this process plans; None if it plans for
+        no replica. All processes must call this together."""
         self._processes, self._replica, self._planner = processes.apart(), replica, planner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
         self._coming: dict[Wanted, Future[Planned]] = {}
@@ -182,7 +189,8 @@ class SharedPlans:
 
 class BatchEngine:
     """Computes losses and gradients of global batches. The processes of a run share the plan of
-    each batch; an engine without `Ranks` (a single process) plans by itself."""
+    each batch. In a run of one process without `Ranks` (process groups), the engine plans by
+    itself."""
 
     def __init__(
         self,
@@ -235,7 +243,7 @@ class BatchEngine:
         return None if self._plans is None else self._plans.waited_s
 
     def expect(self, batch: TrainBatch, options: ChunkOptions) -> None:
-        """Start to plan a batch that `compute` will train."""
+        """Start to plan a batch in the background, before `compute` trains on the batch."""
         if self._plans is not None and batch.num_valid_tokens:
             self._plans.expect(Wanted.of(batch, options))
 
@@ -250,9 +258,15 @@ class BatchEngine:
     ) -> StepResult:
         """Return a batch's losses and, with `backward`, compute the gradients of the mean loss.
 
-        The result covers the whole batch on all processes. If a process fails, all others raise
-        ElsewhereError or, inside the step, LinkError. `weights`, `watch`: see `Engine.run`. Without
-        `Ranks`, `weights` are ignored.
+        The result covers the whole batch on all processes.
+
+        Args:
+            weights: Factor of each sequence's loss in the gradient; ignored without `Ranks`.
+            watch: Called after each action; an error that it raises ends the step.
+
+        Raises:
+            ElsewhereError: If another process fails before the step.
+            LinkError: If another process fails during the step.
         """
         if self._plans is None:
             divisor = batch.num_valid_tokens if backward else None
@@ -296,23 +310,25 @@ def step_options(options: ChunkOptions, step: int) -> ChunkOptions:
 
 
 def drawn_share(plan: ChunkPlan | None) -> float | None:
-    """Return the share of a plan's chunks that are trained: the sampled chunks, and all chunks of
-    whole sequences. None for a plan without sampling."""
+    """Return the share of a plan's chunks that have a gradient, 0 to 1: the sampled chunks of cut
+    sequences and all chunks of whole sequences. Return None for a plan without sampling."""
     if plan is None or not plan.sampled:
         return None
     return num_drawn(plan) / len(plan.chunks)
 
 
 def with_drawn_chunks(plan: ChunkPlan, batch: TrainBatch, options: ChunkOptions) -> ChunkPlan:
-    """Return the plan with a backward only for sampled chunks (see `options`); without sampling,
-    the plan itself. All processes sample the same chunks, as all use the whole batch's labels."""
+    """Return the plan without the backwards of those chunks of cut sequences that are not sampled.
+    If `options.sampling` is None, return the plan itself. The samples depend on the labels of the
+    whole batch, so all processes sample the same chunks."""
     if options.sampling is None:
         return plan
     return sampled(plan, options.sampling, _labelled(plan, batch))
 
 
 def _labelled(plan: ChunkPlan, batch: TrainBatch) -> set[int]:
-    """Return the indices of those chunks of cut sequences that have a (shifted) label."""
+    """Return the indices of the chunks that hold a part of a cut sequence and predict a labelled
+    token."""
     found = set()
     for index in {chunk for group in plan.groups.values() for chunk in group}:
         for piece in plan.chunks[index].slices:

@@ -62,7 +62,15 @@ def engine_of(
     config: RunConfig, model: Any, longest_tokens: int, storage: Storage, ranks: Ranks | None,
     processes: Processes, *, offload_weights: bool = False,
 ) -> Engine:  # fmt: skip
-    """Return this process's `Engine`. A collective: if one process fails, all raise its error."""
+    """Return the `Engine` of this process. All processes must call this together; if one fails, all
+    raise its error.
+
+    Args:
+        longest_tokens: Length of the longest sequence.
+        storage: Limits and folder of offloaded tensors.
+        ranks: Process groups and coordinates; None for a single process.
+        offload_weights: Whether weights are in CPU memory between uses.
+    """
     make = partial(
         Engine, model, max_seq_len=longest_tokens, storage=storage, ranks=ranks,
         compute_dtype=getattr(torch, config.model.dtype), offload_weights=offload_weights,
@@ -71,8 +79,8 @@ def engine_of(
 
 
 def storage_beside(storage: Storage, cost: CostModel | None, decision: Decision) -> Storage:
-    """Return the storage limits for kept activations: the CPU limit is lowered by the bytes of
-    offloaded weights, gradients and optimizer states."""
+    """Return `storage` with a lower limit of CPU memory, because offloaded weights, gradients and
+    optimizer states also use CPU memory. Return `storage` unchanged if no weights are offloaded."""
     own = None if cost is None else share_of(cost, decision)
     if own is None or not own.is_away or storage.cpu_bytes is None:
         return storage
@@ -94,8 +102,8 @@ def ranks_of(config: RunConfig, decision: Decision, device: torch.device) -> Ran
 def division(
     config: RunConfig, longest_tokens: int, ranks: Ranks | None, *, offload_weights: bool = False
 ) -> Callable[[Any], None] | None:
-    """Return a function that shards a model over the processes, or offloads its weights to CPU
-    memory; None if the run does neither of them."""
+    """Return a function of a model that shards the model over the processes, or offloads its
+    weights to CPU memory. Return None if the run neither shards nor offloads weights."""
     if ranks is None or not ranks.divides:
         return None
     dtype = getattr(torch, config.model.dtype)
@@ -108,11 +116,16 @@ def build_run_model(
     is_empty: bool = False, divide: Callable[[Any], None] | None = None,
     device: torch.device | None = None,
 ) -> Any:  # fmt: skip
-    """Return the initial model of a run, on the CPU. If `divide` (see `division`) is given and each
-    process can read only its shards, the model is sharded already, on `device`.
+    """Return the initial model of a run, on the CPU and unsharded.
 
-    `layers`: the layers of this process's pipeline stage; None: all. `unpacked`: dequantize 4-bit
-    weights. `is_empty`: create parameters on the meta device.
+    With `divide`, a function from `division`, the model is sharded while it is read, and is on
+    `device`. This requires that transformers can read this process's rows of each weight alone, and
+    that no kernels must be compared with the original modules.
+
+    Args:
+        layers: Layers of this process's pipeline stage; None: all layers.
+        unpacked: Whether to dequantize 4-bit weights.
+        is_empty: Whether to create parameters on the meta device.
     """
     settings = config.model
     if settings.kernels in _COMPARED:
@@ -143,9 +156,13 @@ _COMPARED = ("liger", "hub")
 def placed(
     config: RunConfig, model: Any, device: torch.device, divide: Callable[[Any], None] | None
 ) -> Any:
-    """Return the model on the device, with its kernels (see `with_kernels`) and, if `divide` is
-    given, sharded. FSDP modules are sharded one by one, so that only one module is whole on the
-    device. But if kernels must be compared, the whole model is on the device first."""
+    """Move a model to the device, put in the run's kernels (see `with_kernels`), and shard the
+    model if `divide` is given. Return the model.
+
+    The modules are sharded one by one, so that only one module at a time is whole on the device.
+    Kernels that must be compared with the original modules first need the whole model on the
+    device.
+    """
     is_compared = config.model.kernels in _COMPARED
     if divide is None or is_compared:
         model = with_kernels(config, model.to(device), device)
@@ -157,8 +174,8 @@ def placed(
 
 
 def with_kernels(config: RunConfig, model: Any, device: torch.device) -> Any:
-    """Return the model with the run's `model.kernels` and, with `model.compile`, compiled layers.
-    `device`: the compute device."""
+    """Put the kernels of the run (`model.kernels`) into a model on `device` and, with
+    `model.compile`, compile its layers. Return the model."""
     settings = config.model
     if settings.kernels == "none":
         keep_written(model, device)
@@ -173,8 +190,8 @@ def with_kernels(config: RunConfig, model: Any, device: torch.device) -> Any:
 
 
 def _dated(settings: DataConfig, tokenizer: Any, day: str | None = None) -> DataConfig:
-    """Return the settings with a date if the tokenizer's chat template prints one: the date of the
-    settings, else `day`, else today."""
+    """Return the data settings. If the tokenizer's chat template prints a date, the returned
+    settings contain a date: that of `settings`, else `day`, else today."""
     if DATE not in str(tokenizer.chat_template):
         return settings
     kwargs = {DATE: day or str(date.today()), **settings.chat_template_kwargs}
@@ -192,11 +209,16 @@ def load_splits(
     is_compared: bool = False,
     shared: Callable[[], SharedBlocks] | None = None,
 ) -> dict[str, Any]:
-    """Load the data sets `train` and, if configured, `eval`, and print descriptions of them.
+    """Load the data sets and print descriptions of them. Return {"train": data set} and, if
+    configured, "eval".
 
-    `format`: the record format that the loss requires; None: that of the settings. `day`: the date
-    for chat templates that print one; None: today. `seed`, `say`, `shared`: see `StreamSet`.
-    `is_compared`: see `read_arrays`.
+    Args:
+        format: Record format that the loss requires; None: the format in the settings.
+        seed: Seed of the run, which determines the order of a stream and the held-out share.
+        say: Called with a line when a stream leaves out records for a new reason.
+        day: Date for chat templates that print a date; None: today.
+        is_compared: Skip checksums of cached data, as another process of this machine checked them.
+        shared: Opens the folder of shared stream blocks; None if each process reads for itself.
     """
     data: dict[str, Any] = {}
     settings = _dated(settings, tokenizer, day)
@@ -221,8 +243,9 @@ def load_splits(
 
 
 def shared_blocks(config: RunConfig, processes: Processes) -> Callable[[], SharedBlocks] | None:
-    """Return a function that opens the folder of a data stream's blocks. One process of a machine
-    reads the blocks for all others. Return None if each process reads for itself. A collective."""
+    """Return a function that opens a folder of blocks of a data stream. One process of each machine
+    reads the blocks into the folder, and the machine's other processes read them there. Return None
+    if each process reads the stream itself. All processes must call this together."""
     if not config.data.streaming or processes.num_processes == 1:
         return None
     reader, name = processes.from_first_of_machine((os.getpid(), uuid4().hex))
@@ -235,14 +258,16 @@ def shared_blocks(config: RunConfig, processes: Processes) -> Callable[[], Share
 def batches_of(
     settings: TrainConfig, train: DataSet | StreamSet, state: LoaderState
 ) -> Iterator[TrainBatch]:
-    """Return an endless iterator over the global batches of a run, starting at `state`."""
+    """Return an endless iterator over the global batches of a run. `state`: position in the data at
+    which to start."""
     if isinstance(train, StreamSet):
         return train.batches(step_size(settings), state)
     return iterate_batches(train, train.units, epochs_of(settings, train), state=state)
 
 
 def batches_in_words(settings: TrainConfig, train: DataSet | StreamSet) -> str:
-    """Describe the sizes of a run's global batches. Raises ConfigError if there is not even one."""
+    """Return a text about the sizes of a run's global batches. Raises ConfigError if the data is
+    less than one batch."""
     if isinstance(train, StreamSet):
         return train.describe_batches(step_size(settings))
     return describe_batches(epochs_of(settings, train), train.noun)

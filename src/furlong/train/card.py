@@ -101,8 +101,8 @@ def _gradients(config: RunConfig, sampling: Sampling | None) -> str:
 
 
 def open_repository(settings: HubConfig) -> None:
-    """Create a run's repository unless it exists. Raises ConfigError if it cannot be written to, or
-    is public in spite of `hub.private`."""
+    """Create the run's repository on the Hub unless it exists. Raises ConfigError if the repository
+    is not writable, or if it is public although `hub.private` is set."""
     from huggingface_hub import HfApi
 
     api = HfApi()

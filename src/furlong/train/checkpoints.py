@@ -127,7 +127,8 @@ _SUMS = "sums-"
 
 
 def fingerprint_of(text: str, like: str | None) -> str:
-    """Return a hash of the text, of the same version as the hash `like` (None: the newest)."""
+    """Return a hash of the text. `like`: a hash with which the result will be compared; the result
+    has the version of `like`, or the newest version if `like` is None."""
     return _SUMS * (not _is_older(like)) + xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -138,12 +139,13 @@ def _is_older(like: str | None) -> bool:
 def checksums(
     weights: Mapping[str, Tensor], processes: Processes, like: str | None = None
 ) -> dict[str, str]:
-    """Return the checksums of the weights of all processes, by name. A 4-bit weight includes its
-    scales. A collective.
+    """Return {name: checksum} of the weights of all processes. The checksum of a 4-bit weight
+    covers its scales. All processes must call this together.
 
-    `like`: A fingerprint to compare with; the checksums are of the same version. The old version
-    hashes the bytes of whole weights. A run resumed from a checkpoint with the old version keeps
-    the old version.
+    `like`: a checksum to compare with later, such as one in a checkpoint. It decides the algorithm:
+    an old checksum selects the old algorithm, which hashes the bytes of whole weights. So a run
+    that is resumed from an old checkpoint continues with the old algorithm. None: the newest
+    algorithm.
     """
     own = dict.fromkeys(weights, "")
     if _is_older(like):
@@ -181,9 +183,11 @@ _WEIGHTS = {
 
 
 def check_weights(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> None:
-    """Raise CheckpointError if the frozen weights or the reference model have changed. The
-    checkpoint has only checksums of these weights. `now`: current checksums, by key of the
-    checkpoint's `state`."""
+    """Raise CheckpointError if the frozen weights or the reference model differ from those at the
+    checkpoint, which stores only their checksums.
+
+    `now`: {key: current checksum}. The checkpoint's state.json has checksums under the same keys.
+    """
     if key := next((key for key in now if checkpoint.state[key] != now[key]), None):
         name = checkpoint.state["config"]["model"]["name"]
         raise checkpoint.refusal(
@@ -226,9 +230,12 @@ def restore_tensors(
     processes: Processes = ALONE,
     device: torch.device = CPU,
 ) -> None:
-    """Load a checkpoint (see `all_tensors`) into the model, the optimizer and the generators. It
-    may have been written in another layout. A collective. Raises CheckpointError, on all processes,
-    if the checkpoint lacks a tensor that one of them needs."""
+    """Load a checkpoint (see `all_tensors`) into the model, the optimizer and the random
+    generators. All processes must call this together.
+
+    The run that wrote the checkpoint may have had another layout. Raises CheckpointError, on all
+    processes, if the checkpoint lacks a tensor that a process needs.
+    """
     make_state(optimizer)
     tensors = _live_tensors(model, optimizer)
 
@@ -259,8 +266,9 @@ def restore_generators(rows: Mapping[str, Tensor], number: int, device: torch.de
 class Checkpoints:
     """The checkpoints in a run's folder, written synchronously or in a background thread.
 
-    In the background, tensors are first copied to CPU memory, and one checkpoint is written at a
-    time. All processes call the same methods. `say` is called for each complete checkpoint.
+    All processes call the same methods. In the background, tensors are first copied to CPU memory,
+    and one checkpoint is written at a time. When a checkpoint is complete, `say` is called with a
+    message.
     """
 
     def __init__(
@@ -276,8 +284,10 @@ class Checkpoints:
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], best_step: int = 0
     ) -> None:
-        """Write `folder/step-XXXXXXXX`, or start to write it in the background. Checkpoints of this
-        and later steps exist if the run has returned to an earlier step; they are removed.
+        """Write the checkpoint `folder/step-XXXXXXXX`, or start to write it in the background.
+
+        If the run has returned to an earlier step, there may be checkpoints of this step or later
+        steps. These checkpoints are removed.
 
         Args:
             step: The number of finished steps.
@@ -358,8 +368,8 @@ class Checkpoints:
 
 
 def _require_files(folder: Path, files: Mapping[str, Measured]) -> None:
-    """Raise CheckpointError unless the folder has the files of all processes: machines without a
-    shared disk write to different folders."""
+    """Raise CheckpointError unless the folder has all `files`, each with the size given there.
+    Files are missing if machines without a shared disk write to different folders."""
     for name, of_file in files.items():
         file = folder / name
         if not file.exists() or file.stat().st_size != of_file["bytes"]:
@@ -460,7 +470,7 @@ def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _cause(failure: CheckpointException) -> BaseException:
-    """Return the first process's error among those that DCP has collected."""
+    """Return the error of the lowest rank for which DCP has recorded an error."""
     return next(iter(failure.failures.values()))[0]
 
 
@@ -506,7 +516,8 @@ def model_size(engine: Engine, processes: Processes) -> ModelSize:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return this process's trained parameters by name; tied ones once, by their first name."""
+    """Return this process's trained parameters by name. A tied parameter has one entry, under its
+    first name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -556,7 +567,8 @@ def whole_weights(
 def stored_weights(
     checkpoint: Path, names: Collection[str], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Read the weights in `names` that a checkpoint has, in `dtype` (None: as stored)."""
+    """Read those weights of a checkpoint that `names` contains; return {name: tensor}. Other names
+    are ignored. `dtype`: dtype of the tensors; None: as stored."""
     kinds = {name.removeprefix(_MODEL): of for name, of in stored_tensors(checkpoint).items()}
     read = {name: torch.empty(kinds[name][0], dtype=dtype or kinds[name][1])
             for name in names if name in kinds}  # fmt: skip

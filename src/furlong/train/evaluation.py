@@ -68,10 +68,15 @@ def evaluate(
     used: UsedMemory | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Return the mean loss of all batches in eval mode, without gradients; None if `should_stop()`
-    has ended the evaluation.
+    """Return the mean loss of all batches, computed without gradients and with the model in eval
+    mode. Afterwards every module has its earlier mode again. Return None if `should_stop()` becomes
+    true.
 
-    Chunks shrink if memory, or the budget of `used`, does not suffice. Train modes are restored.
+    Args:
+        fitting: The chunk options. Chunks shrink if memory does not suffice.
+        objective: The loss; None: cross-entropy.
+        used: Memory meter whose budget the evaluation must not exceed; None: no budget.
+        should_stop: Called before each batch.
     """
     objective = objective or Objective()
     loss_sum, num_terms, num_valid_tokens = 0.0, 0, 0
@@ -122,9 +127,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def draw_share(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Units]:
-    """Return a random share of the sequences, in data order, and their units: (start, stop) of
-    sequences drawn together, such as pairs. At least one unit is drawn. Equal seeds draw equal
-    shares."""
+    """Return a random share of the sequences, in data order, and the (start, stop) indices of their
+    units in the returned list. A unit is a set of sequences drawn together, such as a pair. At
+    least one unit is drawn. Equal seeds draw equal shares."""
     num_chosen = max(1, round(share * len(data.units)))
     chosen = np.sort(np.random.default_rng(seed).permutation(len(data.units))[:num_chosen])
     units = data.units[chosen]

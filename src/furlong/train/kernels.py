@@ -83,8 +83,9 @@ def _apply(base: Any, kernels: str) -> None:
 
 
 def _outcome(model: HFDecoder) -> Run:
-    """Return, for random tokens, the hidden states (T, D), the gradients of the embeddings, and
-    those of trained vectors (norms and biases)."""
+    """Run a model forward and backward on random tokens. Return tensors by name: the hidden states
+    (T, D), the gradients of the embeddings, and the gradients of trained vectors (norms and
+    biases)."""
     (ids,) = random_ids(model, [_NUM_TOKENS])
     vectors = [p for p in model.base.parameters() if p.requires_grad and p.ndim == 1]
     with cut_embeddings(model) as embedded:

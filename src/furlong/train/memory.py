@@ -1,16 +1,17 @@
 """Training's memory on a device, checked against a budget; chunks shrink until a step fits.
 
-Weights, gradients, optimizer states and a step's tensors count, as in predictions and budgets; the
-interpreter, libraries, mapped files of data sets and other processes do not. On CUDA the memory is
-the caching allocator's allocated memory. On a CPU it is the bytes of weights and optimizer, plus
-the growth of the process since, including freed memory that the C library's heap keeps.
+Memory means the bytes of weights, gradients, optimizer states and a step's tensors, as in
+predictions and budgets. The interpreter, libraries, mapped files of data sets and other processes
+do not count. On CUDA, it is the caching allocator's allocated memory. On a CPU, it is the bytes of
+weights and optimizer, plus the growth of the process since, including freed memory that the C
+library's heap keeps.
 
-When a call runs out of memory, it is undone, the chunk size is halved, and the call is repeated.
-The gradients are the same, as they are exact for any chunk size. With sampled chunks, other chunks
-are drawn to estimate the same gradient.
+When a call runs out of memory, its effects are undone, the chunk size is halved, and the call is
+repeated. Gradients are exact for any chunk size, so they are the same. With sampled chunks, other
+chunks are drawn to estimate the same gradient.
 
-With several processes, a process that runs out ends the run, since the others wait for it in
-collectives. It records the smaller chunks, which a resume uses.
+With several processes, a process that runs out of memory ends the run, since the others wait for it
+in collectives. It records the smaller chunks, which a resumed run uses.
 """
 
 from __future__ import annotations
@@ -103,8 +104,14 @@ class Fitting:
         changed: Callable[[ChunkOptions], bool] = lambda options: False,
         processes: Processes = ALONE,
     ) -> None:
-        """`say`: prints a message. `changed`: called with the new options; returns whether a resume
-        of the run will use them."""
+        """
+        Args:
+            say: Prints a message.
+            changed: Called with the new options when chunks shrink; returns whether a resumed run
+                will use these options.
+            processes: The processes of the run. With more than one, running out of memory ends the
+                run.
+        """
         self.options = options
         self._say, self._changed, self._processes = say, changed, processes
 
@@ -163,7 +170,8 @@ class Fitting:
         self._say(f"{name} did not fit ({reason}): {words}")
 
     def _ended(self, name: str, num_tokens: int, reason: str) -> ConfigError:
-        """Record smaller chunks for a resume; return the error that ends a multi-process run."""
+        """Record smaller chunks for a resume. Return the error that ends a run of several
+        processes. `reason`: the out-of-memory error, in words."""
         old = self.options
         if old.size <= SMALLEST_TOKENS:
             return _nothing_fits(name, [old.size], reason)

@@ -134,9 +134,14 @@ class MetricsLog:
         trackers: Sequence[Track] = (),
         advance: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`file`: metrics.jsonl, or None to write no records. `done`: step of the checkpoint from
-        which the run resumes. `keep_bytes`: length of the file at that step; later records are
-        removed. None: all records are kept. `advance` is called with each finished step."""
+        """
+        Args:
+            file: The file metrics.jsonl; None: write no records.
+            keep_bytes: Length of the file at the checkpoint from which the run resumes. Later
+                records are removed. None: all records are kept.
+            done: Step of that checkpoint.
+            advance: Called with the number of each finished step.
+        """
         self._file = None
         self._keep_bytes = keep_bytes or 0
         if file is not None:
@@ -236,7 +241,8 @@ class MetricsLog:
         self._write(record)
 
     def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
-        """Report pairs of a prompt and the text generated after it."""
+        """Print generated texts and write them to the log file. `texts`: (prompt, text generated
+        after it)."""
         self._write({"step": step, "samples": [list(pair) for pair in texts]})
         for prompt, text in texts:
             self._say(f"sample after step {step}: {prompt!r:.80} -> {text!r:.400}")
@@ -263,7 +269,8 @@ class Callback:
     `trainer`: the `furlong.Trainer`, typed as Any since `train.trainer` imports this module."""
 
     def on_step_end(self, trainer: Any, figures: StepFigures) -> None:
-        """Called after the update; `.grad` still has the step's clipped gradients."""
+        """Called after the weights are updated. Each parameter's `.grad` still has the step's
+        clipped gradient."""
 
     def on_evaluate(self, trainer: Any, evaluations: Mapping[str, Evaluation]) -> None: ...
 
@@ -288,9 +295,12 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 class Records(Callback):
-    """Callback that reports each step, and the prediction for the first step. It writes the
-    measured timelines of the first step, the last step and steps with a checkpoint. They go to one
-    file, in which each timeline replaces the previous one. `profiled`: called after each step."""
+    """Callback that reports each step, and the prediction for the first step.
+
+    It also writes the measured timeline of the first step, the last step and each step with a
+    checkpoint. All timelines go to one file, and each one replaces the previous one. `profiled`:
+    called after each step, to advance a profiler.
+    """
 
     def __init__(self, profiled: Callable[[], None]) -> None:
         self._profiled = profiled
@@ -346,8 +356,8 @@ def _continue(file: Path, keep_bytes: int, done: int) -> str:
 
 
 def _metrics_words(metrics: Mapping[str, float]) -> str:
-    """Return a loss's metrics as a part of a printed line; for preference pairs, only the reward
-    margin and accuracy."""
+    """Return a loss's metrics as text to append to a step's printed line. For preference pairs the
+    text has only the reward margin and accuracy."""
     if "rewards/margins" in metrics:
         margin, accuracy = metrics["rewards/margins"], metrics["rewards/accuracies"]
         return f"  margin {margin:.4f}  accuracy {accuracy:.0%}"
@@ -376,8 +386,9 @@ def open_bar(stack: ExitStack, start: int, num_steps: int) -> tuple[Say, Callabl
 def open_profiler(
     stack: ExitStack, steps: tuple[int, int] | None, done: int, file: Path
 ) -> Callable[[], None]:
-    """Profile `steps` (first, last; both included) of a run that has taken `done` steps, and write
-    a trace to `file`. Return a function to call after each step."""
+    """Profile a run, if `steps` is set, from the first to the last of the two `steps` (both
+    included). The run has already taken `done` steps. The trace is written to `file`. Return a
+    function to call after each step."""
     if steps is None or done >= steps[1]:
         return lambda: None
     from torch.profiler import profile, schedule
@@ -398,9 +409,12 @@ def open_profiler(
 def open_trackers(
     stack: ExitStack, folder: Path, settings: LogConfig, config: dict[str, Any], start_step: int
 ) -> list[Track]:
-    """Return the trackers of `settings`, open until `stack` closes. A tracker continues the run
-    that it has begun for this folder. `start_step`: steps taken so far. Raises ConfigError if a
-    tracker fails to start."""
+    """Open the trackers (such as wandb) that `settings` names; `stack` closes them. Return a
+    function per tracker that logs the figures of a step.
+
+    If the run folder has been tracked before, each tracker continues its earlier run. `start_step`:
+    steps taken so far. Raises ConfigError if a tracker fails to start.
+    """
     file = folder / "trackers.json"
     runs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     tracks = []
@@ -437,8 +451,12 @@ def _open_tracker(
     name: str, settings: LogConfig, folder: Path, config: dict[str, Any], start_step: int,
     *, known: str | None,
 ) -> tuple[Track, Callable[[], None], str | None]:  # fmt: skip
-    """Open a tracker. Return a function that tracks figures, one that closes the tracker, and the
-    id that the tracker gives to the run, if any. `known`: the id of a run to resume."""
+    """Open one tracker. `known`: the tracker's id of a run to continue, if any.
+
+    Returns:
+        A function that logs figures, a function that closes the tracker, and the tracker's id of
+        the run (None if it has no ids), in this order.
+    """
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

@@ -53,8 +53,8 @@ class Objective:
     """Number of first sequences of a unit that are trained on; the others are only evaluated."""
 
     def in_two_phases(self, num_processes: int) -> bool:
-        """Whether a step makes one engine call per loss term, in two phases: all forwards, then,
-        once the loss is computed, all backwards."""
+        """Whether a step computes the loss terms one by one. Each is then an engine call with two
+        phases: all forwards first, then, once the loss term is computed, all backwards."""
         return False
 
     def check(self, config: RunConfig, num_processes: int) -> None:
@@ -74,9 +74,9 @@ class Objective:
         return engine.compute(batch, options, backward=backward, watch=watch)
 
     def calls(self, data: DataSet | StreamSet, size: int | str) -> tuple[Call, ...]:
-        """Return typical and the largest engine calls of the run; its options are chosen by these
-        calls. Return () for a loss that is never computed `in_two_phases`. `size`:
-        `chunks.size`."""
+        """Return the sequence lengths of engine calls for which the run's options are chosen:
+        typical calls and the largest call. Return () for a loss that is never `in_two_phases`.
+        `size`: the setting `chunks.size`."""
         return ()
 
     def num_terms(self, batch: TrainBatch) -> int:
@@ -114,13 +114,16 @@ class AnswerLogProb:
 
 
 class AnswerLoss(Objective):
-    """A loss of answers relative to a reference model, with one term per unit of two sequences.
+    """A loss of answers relative to a reference model. A unit of two sequences, such as a pair,
+    gives one loss term.
 
-    A single process computes the loss of each unit between the unit's forward and backward. So only
-    the kept tensors of two sequences are in memory at a time, whatever the batch size. Several
-    processes first evaluate the whole batch in any layout, and each computes all losses. A second
-    step computes the gradients: it weights each sequence's log-probability by the derivative of the
-    loss. The second step costs one more forward.
+    A single process runs one unit at a time: its forward, its loss, its backward. So only the kept
+    tensors of two sequences are in memory at a time, whatever the batch size.
+
+    Several processes first evaluate the log-probabilities of the whole batch in any layout, from
+    which each process computes all losses. Then they train the batch again for the gradients, with
+    each sequence's log-probability weighted by the derivative of the loss. This costs one more
+    forward.
     """
 
     name: ClassVar[str]
@@ -129,13 +132,13 @@ class AnswerLoss(Objective):
     needs_reference = True
 
     def shared(self, batch: TrainBatch, beside: Sequence[AnswerLogProb]) -> float:
-        """Return a number, computed from the whole batch, that each of its loss terms needs.
-        `beside`: the batch's answers that are not trained on."""
+        """Return a number that is computed once from the whole batch and passed to each loss term.
+        `beside`: the answers of the batch that are not trained on."""
         raise NotImplementedError
 
     def term(self, answers: Sequence[AnswerLogProb], shared: float) -> Tensor:
-        """Return the loss of one unit (an answer or a pair). A batch's loss is the mean over
-        units."""
+        """Return the loss term of one unit, which is an answer or a pair. The loss of a batch is
+        the mean over units. `shared`: the result of `self.shared` for the batch."""
         raise NotImplementedError
 
     def figures(self, answers: Sequence[AnswerLogProb], shared: float) -> dict[str, float]:
@@ -169,7 +172,8 @@ class AnswerLoss(Objective):
         backward: bool = True,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """See `Objective.compute`. The `loss_sum` of the result is the sum of the loss terms."""
+        """Compute the loss as `Objective.compute` does. The result's `loss_sum` is the sum of loss
+        terms."""
         if engine.is_alone:
             return self._alone(engine, batch, options, backward, watch)
         import torch
@@ -211,8 +215,8 @@ class AnswerLoss(Objective):
         return [one for n, one in enumerate(of_sequences) if n % self.unit_size >= self.num_learnt]
 
     def _units(self, of_sequences: Sequence[_T]) -> list[Sequence[_T]]:
-        """Return `of_sequences`, a value for each sequence of the batch, as a list per unit (loss
-        term). Values of sequences that are not trained on are left out."""
+        """Return the values in `of_sequences`, one for each sequence of the batch, grouped by unit
+        (loss term). Values of sequences that are not trained on are left out."""
         starts = range(0, len(of_sequences), self.unit_size)
         return [of_sequences[start : start + self.num_learnt] for start in starts]
 
@@ -270,13 +274,15 @@ class AnswerLoss(Objective):
 class PairLoss(AnswerLoss):
     """Losses of pairs, with chosen and rejected answers alternating in a batch: `train.loss: dpo`.
 
-    A reward is beta times an answer's log-ratio, as in DPO (Rafailov et al., 2023, equation 5).
-    `label_smoothing` is the assumed share of swapped pairs.
+    An answer's log-ratio is its log-probability by the model minus that by the reference. A reward
+    is beta times the log-ratio, as in DPO (Rafailov et al., 2023, equation 5). `label_smoothing` is
+    the assumed share of swapped pairs. `loss_type` selects the loss of the two answers:
 
         sigmoid             DPO; with smoothing, conservative DPO
-        sigmoid_norm        DPO with log-ratios per token
+        sigmoid_norm        DPO, with log-ratios divided by the number of tokens
         robust              unbiased under swapped pairs (Chowdhury et al., 2024, equation 12)
-        ipo                 squared, log-ratios per token; beta is tau (Azar et al., 2023, eq. 17)
+        ipo                 squared distance of the difference of log-ratios per token from
+                            1 / (2 beta); beta is tau (Azar et al., 2023, eq. 17)
         apo_zero, apo_down  anchored (D'Oosterlinck et al., 2024, equations 7 and 8)
 
     The mean cross-entropy over all chosen tokens of the batch, times `sft_weight`, is added to the
@@ -293,7 +299,8 @@ class PairLoss(AnswerLoss):
     num_learnt = 2
 
     def shared(self, batch: TrainBatch, beside: Sequence[AnswerLogProb]) -> float:
-        """Return the weight of a chosen token's cross-entropy in its pair's loss."""
+        """Return the factor that turns a chosen answer's cross-entropy into a part of its pair's
+        loss."""
         num_tokens = sum(one.num_valid_tokens for one in batch.sequences[::2])
         return self.sft_weight * self.num_terms(batch) / num_tokens
 
@@ -419,7 +426,8 @@ def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _answer(sequence: Tokens, log_prob: Tensor) -> AnswerLogProb:
-    """Return an answer's log-probabilities: the model's `log_prob` and the reference model's."""
+    """Return the log-probabilities of an answer: `log_prob` by the model, and the reference
+    model's, which is stored in the sequence."""
     from furlong.data.tokenize import IGNORE_INDEX
 
     assert sequence.reference is not None  # attached before the first step
@@ -431,9 +439,14 @@ def _answer(sequence: Tokens, log_prob: Tensor) -> AnswerLogProb:
 def diverged(
     batch: TrainBatch, step: int, figures: str, most: float | None, kept: str
 ) -> DivergenceError:
-    """Return the error of a step whose loss is above `most` or, if `most` is None, whose loss or
-    gradient norm is not finite. `figures`: loss and norm, in words. `kept`: the newest checkpoint,
-    in words."""
+    """Return the error for a step whose loss or gradient norm is not finite, or whose loss is too
+    large.
+
+    Args:
+        figures: Loss and gradient norm, in words.
+        most: The exceeded limit `train.max_loss`; None if a figure is not finite.
+        kept: The newest checkpoint, in words.
+    """
     names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     required, mend = "finite figures", ""

@@ -28,8 +28,9 @@ _HF_NAMES = {
 def build_optimizer(
     model: nn.Module, settings: TrainConfig, processes: Processes = ALONE
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of all parameters that require a gradient; a pipeline stage may have
-    none. A collective. Raises ConfigError if a group of `train.groups` matches no parameter."""
+    """Return the optimizer of all parameters of `model` that require a gradient. The model of a
+    pipeline stage may have no such parameter. Raises ConfigError if a group of `train.groups`
+    matches no parameter of the whole model. All processes must call this together."""
     name = settings.optimizer
     groups, matrices = _groups(model, settings, processes)
     plain: dict[str, Any] = {"lr": settings.lr}
@@ -69,9 +70,9 @@ def _is_for_gpu(x: Tensor) -> bool:
 def _groups(
     model: nn.Module, settings: TrainConfig, processes: Processes
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the parameter groups for AdamW, and those for Muon. Each group has another learning
-    rate or weight decay; groups with the run's defaults are first. Parameters of one axis (norms,
-    biases) decay only if a group of `train.groups` says so."""
+    """Return (parameter groups for AdamW, parameter groups for Muon). All parameters of a group
+    have the same learning rate and weight decay. The groups with the run's defaults come first.
+    Parameters with one axis (norms, biases) have no weight decay, unless `train.groups` sets it."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     everywhere = {name for names in processes.each(list(named)) for name in names}
     for group in settings.groups:
@@ -173,7 +174,8 @@ class BF16AdamW(torch.optim.AdamW):
 
 
 def _names(group: dict[str, Any], number: int) -> list[str]:
-    """Return the names of a group's parameters, by default "number.index"."""
+    """Return the names of a group's parameters. A group without names gets names such as "2.0": the
+    group's `number`, then the parameter's index."""
     return group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
 
 
@@ -208,8 +210,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _give_state(optimizer: Any, number: int, index: int) -> None:
-    """Initialize the state of parameter `index` in group `number`. Checkpoints require that step
-    counts are tensors."""
+    """Initialize the optimizer state of parameter `index` of parameter group `number`. Step counts
+    become tensors, as checkpoints require."""
     group = optimizer.param_groups[number]
     parameter, state = group["params"][index], optimizer.state[group["params"][index]]
     if isinstance(optimizer, torch.optim.Muon):
@@ -237,8 +239,8 @@ def _give_state(optimizer: Any, number: int, index: int) -> None:
 
 
 def _zero_means(parameter: Tensor, axis: int) -> Tensor:
-    """Return zeros of the shape of the parameter's mean over an axis; the other axes are sharded as
-    in the parameter."""
+    """Return zeros with the shape of `parameter.mean(axis)`. For a DTensor, the zeros are sharded
+    along the other axes as the parameter is."""
     means = parameter.detach().mean(axis)
     if isinstance(means, DTensor):
         whole = [Replicate() if one.is_partial() else one for one in means.placements]
@@ -273,8 +275,9 @@ def warmup_steps_of(settings: TrainConfig, num_steps: int) -> int:
 def build_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainConfig, num_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return transformers' schedule for `num_steps` + 1 steps, with at least one warm-up step. It
-    is shifted by one step, so its first rate (0) and its last (0 or `min_lr`) are never used."""
+    """Return the learning rate schedule, made by transformers for `num_steps` + 1 steps with at
+    least one warm-up step. The rate of step i is transformers' rate of step i + 1: so its first
+    rate (0) and its last (0 or `min_lr`) are never used."""
     import_safely()  # it loads peft, which does not
     from transformers import get_scheduler
 

@@ -73,8 +73,8 @@ class Launch:
 
 
 def command_like(launch: Launch, arguments: str) -> str:
-    """Return the command line that runs `furlong` with these arguments on the launch's number of
-    processes. It must be entered on each machine."""
+    """Return the command line that runs `furlong` with these arguments on as many processes as
+    `launch` has. With several machines, the command must be entered on each machine."""
     if launch.num_processes == 1:
         return f"furlong {arguments}"
     num_machines = -(-launch.num_processes // launch.num_local)
@@ -201,8 +201,9 @@ class Processes:
         return self._agreed(own, shares=True)[1][0]  # type: ignore[no-any-return]
 
     def _agreed(self, work: Callable[[], _T], *, shares: bool) -> tuple[_T, list[_T]]:
-        """Return the result of `work` on this process, and the results of all processes (each None
-        unless `shares`). Raises errors as `together` does."""
+        """Run `work`. Return its result on this process, and a list of the results of all processes
+        (a list of None unless `shares`). If it fails on a process, raise the error that `together`
+        raises."""
         failure: UserError | ElsewhereError | None = None
         result: Any = None
         try:
@@ -272,9 +273,10 @@ def require_equal(
 
 @contextmanager
 def joined(launch: Launch, *, limit: timedelta = _COLLECTIVE_LIMIT) -> Iterator[Processes]:
-    """Context manager: join the processes of the launch, and leave when all are done.
+    """Context manager: join the processes of a launch into a group. On exit, wait for all
+    processes, then leave the group.
 
-    If this process alone raises an error, it ends, and the other processes print the error and end,
+    If this process alone raises an error, it ends. The other processes print the error and end,
     too. `limit`: timeout of collectives within a step.
     """
     if launch.num_processes == 1:
@@ -349,8 +351,8 @@ def _leave(processes: Processes) -> None:
 
 
 def _end_alone(error: BaseException, launch: Launch) -> NoReturn:
-    """End this process: report its error to the other processes. If the error is that another
-    process was lost, print the reason which that process has reported."""
+    """End this process and report its error to the other processes. If the error is that another
+    process was lost, print the reason that the lost process had reported."""
     from furlong.runtime.distributed.failures import is_lost, tell, who_left
 
     here, code = f"process {launch.number}", 1

@@ -32,8 +32,8 @@ class HeldOut:
     num_since_best: int = 0
 
     def after(self, step: int, loss: float) -> HeldOut:
-        """Return the state after an evaluation; unchanged if a resumed run repeats an
-        evaluation."""
+        """Return the newest and best evaluations after one more evaluation. Return them unchanged
+        if a resumed run repeats an evaluation of `step`."""
         if step <= self.step:
             return self
         if loss < (float("inf") if self.best_loss is None else self.best_loss):
@@ -103,9 +103,9 @@ class Cadence:
 
     @classmethod
     def of(cls, settings: TrainConfig, num_steps: int, steps_per_epoch: int) -> Cadence:
-        """Return the cadence of a run's settings. With `saves_per_epoch` or `evals_per_epoch`, the
-        interval may be 2.5 steps, for example. A checkpoint or evaluation is due at the first step
-        that reaches a multiple of the interval."""
+        """Return the cadence of a run's settings. With `saves_per_epoch` or `evals_per_epoch`, an
+        interval may be fractional, such as 2.5 steps. A checkpoint or evaluation is then due at the
+        first whole step at or after each multiple, such as steps 3, 5 and 8."""
 
         def every(steps: int | None, per_epoch: float | None) -> Fraction:
             if per_epoch is None:
@@ -150,12 +150,13 @@ class Cadence:
 def progress_of(
     values: Mapping[str, Any], own: Mapping[str, Any], num_batches: Callable[[int], int]
 ) -> Progress:
-    """Return the progress in `values`, a trainer's state dict.
+    """Return the progress that `values`, a state dict of a trainer, contains.
 
-    Raises CheckpointError unless `values` has the keys, tensor shapes and dtypes of `own`, the
-    state dict of this trainer, and a valid position in the data. The batch number must be below
-    `num_batches(epoch)`. For a stream, there must be a position in each source or, before the first
-    batch, in none.
+    Raises CheckpointError if one of these conditions fails:
+
+    - `values` has the same keys, tensor shapes and dtypes as `own`, this trainer's state dict.
+    - The batch number is below `num_batches(epoch)`.
+    - A stream has a position in each of its sources, or in none before the first batch.
     """
 
     def keys(of: Any) -> Any:

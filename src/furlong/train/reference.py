@@ -1,8 +1,8 @@
-"""The reference of a run: log-probabilities by its initial model, computed once.
+"""The reference of a run: log-probabilities of the answers by the initial model, computed once.
 
-With new adapters, the reference is the model without them. Answers are computed without gradients,
-in groups of similar length that depend on the data only, so that a computation that is killed and
-resumed gives the same bits.
+With new adapters, the initial model is the model without these adapters. Answers are computed
+without gradients, in groups of similar length. The groups depend on the data only, so a computation
+that is killed and resumed gives the same bits.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def referenced(
 
 
 def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
-    """Yield (index in `data.parts`, seq_ids for one call), in each part from short to long."""
+    """Yield (index in `data.parts`, seq_ids) for each engine call. In each part, calls go from
+    short sequences to long ones."""
     by_part: dict[int, list[int]] = defaultdict(list)
     for seq_id in np.argsort(data.seq_lens, kind="stable").tolist():
         by_part[data.row(seq_id)[0]].append(seq_id)
@@ -129,7 +130,8 @@ def has_learnt(model: Any) -> bool:
 
 
 def _as_it_begins(engine: BatchEngine) -> AbstractContextManager[object]:
-    """Context manager: disable new adapters. With sharded weights they stay enabled: they add 0."""
+    """Context manager: disable new adapters, so that the model computes as at the start of the run.
+    Adapters of sharded models stay enabled, as new adapters add 0."""
     model: Any = engine.model
     if not engine.is_alone or not hasattr(model, "disable_adapter") or has_learnt(model):
         return nullcontext()

@@ -90,9 +90,14 @@ class Checkpoint:
     """The contents of state.json."""
 
     def refusal(self, given: str, required: str, change: str, *, also: str = "") -> CheckpointError:
-        """Return the error that something does not match this checkpoint. `given`, `required` and
-        `change` (how to mend it) are parts of the message; `also`: source to name before the
-        path."""
+        """Return the error that something does not match this checkpoint.
+
+        Args:
+            given: Text: the value that does not match.
+            required: Text: the value that the checkpoint needs.
+            change: Text: how to correct the mismatch.
+            also: Text to put before the path of the checkpoint.
+        """
         source = f"{also}{self.path}"
         return CheckpointError(given=given, required=required, source=source, change=change)
 
@@ -161,7 +166,8 @@ def open_run_folder(
 
 
 def _read_run(values: Mapping[str, Any], source: Path) -> RunConfig:
-    """Return the config of a saved run. Keys of `_BEFORE` that it lacks get their old default."""
+    """Return the config of a saved run. If the saved values lack a key whose default has changed
+    since (see `_BEFORE`), the key gets the old default."""
     values = {name: dict(of) if isinstance(of, Mapping) else of for name, of in values.items()}
     for key, before in _BEFORE.items():
         section, name = key.split(".")
@@ -170,8 +176,8 @@ def _read_run(values: Mapping[str, Any], source: Path) -> RunConfig:
 
 
 def _with_own(config: RunConfig, saved: RunConfig) -> RunConfig:
-    """Return `config`, in which keys of `_BEFORE` (their default has changed) take the saved values
-    unless they are given."""
+    """Return `config`, but with the saved values for keys whose default has changed (`_BEFORE`).
+    Keys that `config` sets itself keep their values."""
     for section, name in (key.split(".") for key in _BEFORE):
         asked = getattr(config, section)
         if name not in asked.model_fields_set:
@@ -215,8 +221,9 @@ def list_export(folder: Path) -> dict[str, int]:
 
 
 def missing_of_export(folder: Path, files: dict[str, int]) -> str | None:
-    """Return the first file of an exported model that is missing or, if it holds weights, has
-    another size; None if the model is complete. Other files may have been edited."""
+    """Return the path of the first of an exported model's `files` that is missing or, if it holds
+    weights, has another size. Return None if the model is complete. Other files may have been
+    edited."""
     found = list_export(folder)
     for name, num_bytes in files.items():
         is_weights = name.endswith(".safetensors")
@@ -227,7 +234,7 @@ def missing_of_export(folder: Path, files: dict[str, int]) -> str | None:
 
 def _check_same(saved: RunConfig, config: RunConfig, source: Path, *, may_move: bool) -> None:
     """Raise ConfigError if the configs differ in a key that a resume must not change. `may_move`:
-    whether data paths may differ, as a checkpoint has a fingerprint of the data (`check_data`)."""
+    whether the data paths may differ, since `check_data` compares the data by checksum."""
     found = differing(_comparable(saved, may_move), _comparable(config, may_move))
     if refused := {key: pair for key, pair in found.items() if not _is_free(key, config)}:
         shown = [f"{key} = {new!r}, the run has {old!r}" for key, (old, new) in refused.items()]
@@ -462,7 +469,8 @@ def decision_of(values: Mapping[str, Any]) -> Decision:
 
 
 def shrunk(decision: Decision, options: ChunkOptions) -> Decision:
-    """Return the decision with the current options, which may have shrunk after out-of-memory."""
+    """Return the decision with `options`; set `has_shrunk` if they differ from the decided options.
+    Chunks shrink after an out-of-memory error."""
     has_shrunk = decision.has_shrunk or options != decision.options
     return replace(decision, options=options, has_shrunk=has_shrunk)
 
@@ -531,7 +539,8 @@ def remove_from(folder: Path, step: int) -> None:
 
 
 def _remove(checkpoints: Iterable[Path]) -> None:
-    """Remove checkpoints, renamed first, so that a partly removed one is never loaded."""
+    """Rename each checkpoint, then remove it. The new name ensures that a partly removed checkpoint
+    is never loaded."""
     for checkpoint in checkpoints:
         aside = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
         shutil.rmtree(aside, ignore_errors=True)

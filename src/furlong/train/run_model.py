@@ -66,7 +66,7 @@ _VOLATILE = (
 
 @dataclass(frozen=True)
 class RunModel:
-    """The model's config, and its cost model for this process's device."""
+    """The model of a run: its transformers config, and its cost model on this process's device."""
 
     name: str
     config: Any
@@ -122,8 +122,8 @@ class RunModel:
         return even_heights(num_layers, layout.pp)
 
     def budget(self, config: RunConfig) -> tuple[int, str]:
-        """Return the bytes of device memory that plans may use, and a description of them. Call it
-        before the model is on the device."""
+        """Return the bytes of device memory that plans may use, and a text that describes this
+        budget. Call it before the model is on the device."""
         on_card = self.device.type == "cuda"
         free_bytes = torch.cuda.mem_get_info(self.device)[0] if on_card else None
         return self.machine.budget(config.memory.device, self.launch.num_local, free_bytes)
@@ -163,10 +163,10 @@ def longest_of(
     config: RunConfig, model: RunModel, data: Mapping[str, DataSet | StreamSet],
     checkpoint: Checkpoint | None,
 ) -> int:  # fmt: skip
-    """Return data.max_seq_len or, for RoPE of type longrope, the tokens of the run's longest
-    sequence. Longrope chooses its factors by that length; the choice is printed.
+    """Return `data.max_seq_len` or, for a model with RoPE of type longrope, the length of the
+    longest sequence. Longrope has two sets of factors and chooses by this length; print the choice.
 
-    Raises CheckpointError if the resumed run has chosen other factors.
+    Raises CheckpointError if the run to resume has used the other factors.
     """
     if not (lengths := switching_lengths(model.config)):
         return config.data.max_seq_len
@@ -194,8 +194,14 @@ def longest_of(
 def planned_config(
     model: ModelConfig, source: str, known: Mapping[str, Any] | None, longest: int
 ) -> Any:
-    """Return the model's transformers config with `model.config` and `model.rope` (for `longest`
-    tokens) applied. Raises UserError. `known`: the config's values, used instead of `source`."""
+    """Return the transformers config of a model, with the changes in `model.config` and
+    `model.rope`. Raises UserError if the config cannot be used.
+
+    Args:
+        source: File or name to read the config from.
+        known: Values of the config; used instead of `source` unless None.
+        longest: Tokens of the longest sequence, for which `model.rope` is set.
+    """
     if known is None:
         config = read_config(source, changes=model.config, as_floats=True)
     else:
@@ -207,8 +213,8 @@ def planned_config(
 
 
 def planned_shape(model: ModelConfig, config: Any, source: str, longest: int) -> ModelShape:
-    """Return the shape of a planned model. Raises UserError if `furlong train` would refuse the
-    model whatever its weights and data."""
+    """Return the layer sizes of a model that is only planned. Raises UserError for a model that
+    `furlong train` always refuses, with any weights and data."""
     check_packed(config, source, model.quantize, has_adapters=model.lora is not None)
     check_twin(check_decoder(config, source, model.quantize, max_seq_len=longest))
     return describe(config, source)
@@ -222,8 +228,8 @@ def step_size(settings: TrainConfig) -> StepSize:
 def choose_run_plan(
     config: RunConfig, model: RunModel, train: DataSet | StreamSet, storage: Storage
 ) -> Decision:
-    """Return the options and the layout of a run over `train`. With pp > 1 or sp > 1, the decision
-    also has the memory budget, by which the plan of each batch is chosen later.
+    """Return the options and the layout of a run over `train`. For pp > 1 or sp > 1, the result
+    also has the memory budget, since a plan is chosen for each batch during the run.
 
     Raises ConfigError if a budget, offload or method is given and no plan is predicted to fit, if
     no layout has the given sizes, or if `chunks.sample` would leave out no chunk of the data.
@@ -291,8 +297,9 @@ def _searched(
 def _uncounted(
     config: RunConfig, train: DataSet | StreamSet, given: dict[str, Any], model: RunModel
 ) -> Decision:
-    """Return a decision by fixed rules, for a model whose work cannot be counted. Raises
-    ConfigError if `chunks.method` names a method: methods need a cost model."""
+    """Return options and layout by fixed rules, without a search. They are for a model whose FLOPs
+    and bytes cannot be counted. Raises ConfigError if `chunks.method` names a method, since methods
+    need a cost model."""
     if config.chunks.method != "auto":
         raise ConfigError(
             given=f"chunks.method = {config.chunks.method} and {model.uncounted}",
@@ -315,14 +322,15 @@ def _uncounted(
 
 
 def _are_all(given: Mapping[str, Any]) -> bool:
-    """Whether `given` has all options. Chunk-first plans need no `stage_layers`."""
+    """Whether `given` sets all chunk options, so that there is nothing to choose. With order
+    chunk-first, `stage_layers` may be missing."""
     options = SEARCHED_OPTIONS if given.get("order") == "chunk-first" else OPTION_NAMES
     return all(name in given for name in options)
 
 
 def _given(config: RunConfig, train: DataSet | StreamSet, model: RunModel) -> dict[str, Any]:
-    """Return the options that the run file gives, and those that a loss in two phases requires (see
-    `Objective.in_two_phases`). Chunks are sampled with the run's seed."""
+    """Return the chunk options that are fixed: those in the run file and those that the loss
+    requires (see `Objective.in_two_phases`). Sampling gets the run's seed."""
     given = given_options(config)
     if objective_of(config.train).in_two_phases(model.launch.num_processes):
         return given | {"order": "chunk-first", "num_retained": 0}
@@ -340,8 +348,8 @@ def _given(config: RunConfig, train: DataSet | StreamSet, model: RunModel) -> di
 
 
 def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> BatchPlans | None:
-    """Return the planners that plan each batch anew, for a run with sp > 1 or pp > 1; None for
-    other runs and without a cost model."""
+    """Return the planners that make a new plan for each batch of a run with sp > 1 or pp > 1.
+    Return None for other runs, and if there is no cost model."""
     if decision.budget_bytes is None or model.cost is None:
         return None
     layout = decision.layout
@@ -356,10 +364,12 @@ def batch_plans_of(config: RunConfig, model: RunModel, decision: Decision) -> Ba
 
 
 def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -> Storage:
-    """Return the limits and the folder of offloaded tensors, for one of the `num_local` processes
-    of this machine. The default folder is the run's. Raises ConfigError if `memory.cpu` or an
-    offload to CPU memory is given on a CPU device, if an offload target has a budget of 0, or if no
-    file can be created in the folder."""
+    """Return the byte limits and the folder for offloaded tensors of one of `num_local` processes
+    on this machine. The default folder is the run's folder.
+
+    Raises ConfigError if `memory.cpu` or an offload to CPU memory is given on a CPU device, if an
+    offload target has a budget of 0, or if no file can be created in the folder.
+    """
     offload = config.offload
     cpu_bytes, disk_bytes = offload_budgets(
         offload, config.memory.cpu, config.memory.disk,

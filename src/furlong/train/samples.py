@@ -74,8 +74,8 @@ def _refused(number: int, **parts: str) -> ConfigError:
 
 
 def sample(trainer: Any) -> None:
-    """Generate a text after each prompt of a `Trainer`, and record it. In a pipeline nothing is
-    generated, since no process has the whole model."""
+    """Generate a text after each prompt of a `Trainer`; print the texts and write them to its log.
+    In a pipeline nothing is generated, since no process has the whole model."""
     progress, options = trainer.progress, trainer.fitting.options
     if trainer.decision.layout.pp > 1:
         if progress.step == 0:
@@ -108,9 +108,9 @@ def write_samples(
 
     Args:
         chunk_size: Tokens per prefill chunk; None: prompts are read at once.
-        in_step: Whether several processes with sharded weights call this together; all get the
-            same texts.
-        reshard: Whether sharded weights are gathered for one layer's pass at a time.
+        in_step: Whether all processes call this together, because weights are sharded. Then all
+            processes get the same texts.
+        reshard: Whether to free the gathered weights of a layer after the layer has run.
     """
     from transformers import GenerationConfig
 

@@ -79,8 +79,9 @@ def check_run(config: RunConfig, num_processes: int) -> None:
 
 
 def _whole_weights(config: RunConfig, num_processes: int) -> str:
-    """Return the start of a sentence that advises to set parallel.pp: then each process has the
-    whole weights of its stage. "" if weights are offloaded: pipelines cannot offload them."""
+    """Return the beginning of an error message's advice: set `parallel.pp`, so that each process
+    has the whole weights of its stage. Return "" if weights are offloaded, as pipelines cannot
+    offload them."""
     if offloads_weights(config.offload):
         return ""
     others = config.parallel.model_dump(exclude={"pp"})

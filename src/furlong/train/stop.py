@@ -21,10 +21,10 @@ class Ended(KeyboardInterrupt):
 
 
 class _Handler:
-    """Context manager: call `_take` for stop signals.
+    """Context manager: while it is active, the method `_take` handles stop signals.
 
     Ignored signals (as SIGHUP under nohup) stay ignored. Outside the main thread, where Python
-    cannot set handlers, it does nothing.
+    cannot set handlers, nothing changes.
     """
 
     def __init__(self) -> None:

@@ -243,7 +243,8 @@ class Trainer:
         self.cadence = Cadence.of(config.train, self.num_steps, per_epoch)
 
     def _choose_plan(self) -> None:
-        """Set `decision` (options, layout): the resumed run's if still valid, else a new one."""
+        """Set `decision`, the options and the layout. A resumed run keeps its earlier decision if
+        that is still valid; otherwise choose a new one."""
 
         def choose() -> Decision:
             decision = choose_run_plan(self.config, self.run_model, self.train_data, self.storage)
@@ -629,8 +630,8 @@ class Trainer:
             self.saved_step = self.processes.from_first(self._saved_before)
 
     def _num_batches(self, epoch: int) -> int:
-        """Return the number of global batches of an epoch; 1 for a stream, whose position is stored
-        per source."""
+        """Return the number of global batches in an epoch. Return 1 for a stream, whose position in
+        the data is not a batch number."""
         if isinstance(self.train_data, StreamSet):
             return 1
         return len(build.epochs_of(self.config.train, self.train_data).batches(epoch))
@@ -788,13 +789,13 @@ class Trainer:
     def _loss_of(
         self, batch: TrainBatch, result: StepResult, norm: float, drawn: RNGState
     ) -> float | None:
-        """Return the loss; None if it is estimated from sampled chunks and none of them has a
-        label. Then the loss is NaN, and the gradients are 0.
+        """Return the loss. Return None if the loss is estimated from sampled chunks and no sampled
+        chunk has a label; the gradients are then 0.
 
-        Raises DivergenceError on all processes, after the gradients are freed, if the loss or the
-        norm is not finite, or if the loss is above `train.max_loss`. If the loss is finite but too
-        high, random generators are first reset to `drawn`, and the previous step is saved (see
-        `_finish_saves`).
+        Raises DivergenceError, on all processes and after freeing the gradients, if the loss or
+        gradient norm is not finite, or if the loss is above `train.max_loss`. If the loss is finite
+        but too high, the random generators are first set back to `drawn`, their state before the
+        step, and the previous step is saved (see `_finish_saves`).
         """
         is_estimated = result.plan is not None and not result.plan.report_loss
         if is_estimated and norm == 0 and math.isnan(result.loss):
