@@ -93,10 +93,13 @@ def unpad(
 
 
 def without_repeats(batch: dict[str, Any], num_samples: int, num_own: int) -> dict[str, Any]:
-    """Return the batch of `num_samples` samples, of which only the first `num_own` keep labels.
+    """Return the batch with labels of its first `num_own` samples only; other labels become -100. A
+    data loader may repeat samples to fill its last batch, which has `num_samples`: the repeats come
+    last.
 
-    A sample is a row, or a sequence if a collator has joined all samples to one row. If samples
-    cannot be told apart, since one of them packs several sequences, all keep their labels.
+    A sample is a row or, if a collator has joined all samples to one row, a sequence of that row.
+    If samples cannot be told apart, since one of them packs several sequences, the batch is
+    returned unchanged.
     """
     labels = batch.get("labels")
     if labels is None:
@@ -155,12 +158,12 @@ def refuse_settings(trainer: Any) -> None:
 
 
 def refuse_model(trainer: Any, model: nn.Module) -> None:
-    """Raise ConfigError for a model other than the engine's, and for hooks, a forward or a loss
-    that other code has set on modules around its decoder.
+    """Raise ConfigError if the trainer's model is not the engine's. Raise it, too, if other code
+    has set hooks, a forward or a loss function on the decoder's enclosing modules.
 
-    Chunks call the decoder and the head alone. `require_model_loss` tests a few tokens, so it would
-    not detect a loss weight of a rare token, a factor that is raised later, or a loss that depends
-    on the length.
+    In chunks only the decoder and the head are called, so such code would never run. The test by
+    `require_model_loss` uses a few tokens. It could miss a loss weight of a rare token, a factor
+    that is raised later, or a loss that depends on the length.
     """
     own = trainer.engine.model
     path = next((name for name, x in model.named_modules() if x is own.decoder), "").split(".")
@@ -271,7 +274,9 @@ def require_model_loss(trainer: Any) -> None:
 
 
 def _refuse_first(trainer: Any, rows: Iterable[tuple[Any, str, str]]) -> None:
-    """Raise ConfigError for the first row (is_set, given, change) whose setting is set."""
+    """Raise ConfigError for the first of `rows` whose setting is set; return if none is. A row is
+    (whether the setting is set, the setting in words, advice for the error or "" for the
+    default)."""
     for is_set, given, change in rows:
         if is_set:
             raise ConfigError(
@@ -397,8 +402,9 @@ def make_equal(model: nn.Module) -> None:
 
 
 def require_parts(model: nn.Module) -> None:
-    """Raise ConfigError unless each process has rows of each trained weight: accelerate identifies
-    an optimizer's parameters by their addresses."""
+    """Raise ConfigError if FSDP2 would leave a process without rows of some trained weight:
+    accelerate identifies an optimizer's parameters by their addresses, and empty shards have
+    none."""
     size = dist.get_world_size()
     for name, parameter in model.named_parameters():
         rows = parameter.shape[0]
@@ -412,9 +418,9 @@ def require_parts(model: nn.Module) -> None:
 
 
 def last_round(loader: Any, num_processes: int) -> tuple[int, int]:
-    """Return two numbers for the last batch of accelerate's data loader: samples per process, and
-    samples of all processes that are not repeats. The second is 0 if no sample is repeated, or if
-    that is unknown."""
+    """Return (samples per process, samples that are not repeats) for the last batch of accelerate's
+    data loader. The first is the number of samples that each process gets. The second is counted
+    over all processes; it is 0 if no sample is repeated, or if that is unknown."""
     sampler: Any = getattr(loader, "batch_sampler", None)
     while not isinstance(sampler, BatchSamplerShard):
         if not hasattr(sampler, "batch_sampler"):
@@ -577,8 +583,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         refuse_model(self, model.module if isinstance(model, Replica) else model)
 
     def _ask_together(self, place: str) -> None:
-        """Collective: refuse changed settings, and test the model again if it has changed on any
-        process. `place` names the call site; all processes must be at the same one."""
+        """Raise ConfigError for settings, a loss or a model that chunks cannot honour. If the model
+        has changed on any process since the last test, test its loss again on all.
+
+        A collective. `place` is the call, in words; all processes must make the same one."""
 
         def has_changed() -> tuple[None, Facts, bool]:
             self._refuse(self.model)
@@ -612,8 +620,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._asked = self._asked_of()
 
     def _asked_of(self) -> object:
-        """Return the state that decides what a call of the model computes, except weights: modules,
-        hooks, forwards, config, and numbers that a forward may read."""
+        """Return an object that changes when the result of a model's forward may change by other
+        causes than new weights: modules, hooks, forwards, config, buffers, and numbers that are set
+        on the model."""
         own = vars(self.engine.model.base)
         numbers = [(n, x) for n, x in own.items() if isinstance(x, int | float | str)]
         buffers = [(n, id(x), x._version) for n, x in own["_buffers"].items() if x is not None]
@@ -662,8 +671,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _summed(
         self, batch: dict[str, Any], divisor: int, *, backward: bool = True
     ) -> tuple[float, float]:
-        """Return the summed loss and the number of labels of a batch; with FSDP2, of the batches of
-        all processes together."""
+        """Compute the loss of a batch and, if `backward`, its gradients, divided by `divisor`.
+        Return (summed loss, number of labels); with FSDP2 both are of the batches of all processes
+        together."""
         every = self._read(self._prepare_inputs(batch))
         # sequences without labels add neither loss nor gradient
         sequences = [sequence for sequence in every if count_valid_tokens([sequence])]

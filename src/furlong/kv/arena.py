@@ -142,8 +142,9 @@ class Arena:
             self._slabs.slabs.clear()
 
     def _new_slab_bytes(self, num_bytes: int) -> int:
-        """Return the bytes of the next slab. The first one after all slabs were dropped has their
-        total size, so that the next step needs this slab alone."""
+        """Return the size of a new slab: at least `num_bytes` and a minimum. If the arena has just
+        dropped all slabs, it is at least their total size, so that the next step needs no other
+        slab."""
         consolidated_bytes = 0 if self._slabs.slabs else self._consolidated_bytes
         if consolidated_bytes and self.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator still caches the slabs that were dropped

@@ -1,22 +1,23 @@
 """Pools: store tensors between uses, without changing a bit, on the device, on a CPU or on disk.
 
-All calls take effect in the order of the calling thread, or of its current stream on CUDA. `put`
-returns at once, and its tensor may be changed right away. `get` lends a tensor (a lease), which may
-be read right away. `DevicePool` keeps tensors on the device and is the reference for the others.
+`put` stores a copy of a tensor and returns at once; the tensor may be changed right away. `get`
+lends the stored tensor (a lease), which may be read right away. All calls take effect in the order
+of the calling thread or, on CUDA, of its current stream. `DevicePool` keeps tensors on the device
+and is the reference for the others.
 
-A `StagedPool` moves tensors through staging buffers. The compute side (the calling thread or its
-stream) copies into a buffer, or computes with it as a lease; one lane copies buffers to storage,
-another copies them back. A lane runs tasks in order beside the compute side: a stream on CUDA, a
-thread on a CPU. Its tasks copy, read and write; they must start no thread pool and draw no random
-numbers. What orders the copies:
+A `StagedPool` moves tensors through staging buffers. The calling thread, or its stream on CUDA, is
+called the compute side: it copies a tensor into a buffer, or computes with a buffer that it has
+leased. Beside it run two lanes. A lane is a CUDA stream, or a thread on a CPU, that runs copies in
+order: one lane copies buffers to storage, the other copies them back. Tasks of a lane must start no
+thread pool and draw no random numbers. The order of copies is kept like this:
 
     writes                       run in one lane, in the order of their calls
     a read                       waits for the last write of its handle
     reuse of a buffer            waits for the `free` event that its last user left
     reuse of dropped storage     needs no wait: later writes run later in the same lane
 
-Every copy has its own event, which is used for no other copy. Another offload target is one more
-subclass of `StagedPool` and one case in `Pools.of`.
+Every copy has its own event, which is used for no other copy. To add another offload target, write
+one more subclass of `StagedPool` and one case in `Pools.of`.
 """
 
 from __future__ import annotations
@@ -271,8 +272,8 @@ def is_lane() -> bool:
 
 @dataclass(frozen=True)
 class Event:
-    """A moment to wait for: the end of a thread's task, or a point of a CUDA stream on a device.
-    Without either it has already passed."""
+    """A moment that a thread or a stream can wait for: the end of a lane's task (`work`), or a
+    recorded CUDA event (`point`) on `device`. An event with neither has already happened."""
 
     work: Future[None] | None = None
     point: torch.cuda.Event | None = None
@@ -301,17 +302,20 @@ class Event:
 
 
 def now(device: torch.device) -> Event:
-    """Return the event after all work that the compute side (thread or stream) has been given."""
+    """Return an event that happens when the compute side has done all its work so far: a CUDA event
+    recorded on the current stream. On a CPU it has already happened."""
     if device.type != "cuda":
         return Event()
     return Event(point=torch.cuda.current_stream(device).record_event(), device=device)
 
 
 class ThreadLane:
-    """A lane that is one thread. A task that waits for a failed one fails with the same error.
+    """A lane (a queue of copies) that is one thread. If a task fails, tasks that wait for it fail
+    with the same error.
 
-    `ThreadPoolExecutor` would not do: the garbage collector may run inside `submit` and finalize
-    another model, whose lanes then end. `SimpleQueue` is reentrant, an executor's locks are not.
+    `ThreadPoolExecutor` is not used because of its locks. The garbage collector may run inside
+    `submit` and finalize another model, whose lanes then end. `SimpleQueue` allows that; an
+    executor could deadlock.
     """
 
     def __init__(self, name: str, *, joins: bool = True) -> None:
@@ -322,7 +326,8 @@ class ThreadLane:
         self._ended = weakref.finalize(self, _end_thread, self._tasks, thread if joins else None)
 
     def submit(self, work: Callable[[], None], after: Sequence[Event]) -> Event:
-        """Run `work` after all earlier tasks of the lane and after the events `after`."""
+        """Queue `work` to run after all earlier tasks of the lane and after the events `after`.
+        Return at once, with the event that `work` has ended."""
         done: Future[None] = Future()
         self._tasks.put((done, work, tuple(after)))
         return Event(done)
@@ -399,10 +404,11 @@ class Buffer:
 
 
 class Staging:
-    """Staging buffers of at most `limit_bytes` in all, or `num_largest` times the largest tensor if
-    that is more.
+    """Staging buffers, which are reused and are allocated as needed. Their total is limited to
+    `limit_bytes`, or to `num_largest` times the largest buffer that was asked for if that is more.
 
-    More is allocated only for a single tensor that is larger, and while leases take up the limit.
+    The limit is exceeded only by a single tensor that is larger, and when all buffers within the
+    limit are leased.
     """
 
     def __init__(
@@ -413,9 +419,13 @@ class Staging:
         now: Callable[[], Event],
         num_largest: int = 0,
     ) -> None:
-        """`allocate` returns page-aligned uint8 memory, `wait` makes the compute side wait for an
-        event, `now` returns the event after all its work so far. The limit rises to `num_largest`
-        times the largest buffer asked for."""
+        """
+        Args:
+            allocate: Returns page-aligned uint8 memory of a number of bytes.
+            wait: Makes the compute side (thread or stream) wait for an event.
+            now: Returns the event after all work of the compute side so far.
+            num_largest: The limit rises to this many times the largest buffer asked for.
+        """
         self._allocate = allocate
         self._limit_bytes, self._num_largest = limit_bytes, num_largest
         self._wait = wait
@@ -424,11 +434,12 @@ class Staging:
         self.total_bytes = 0
 
     def take(self, num_bytes: int, *, may_wait: bool = True) -> Buffer | None:
-        """Return a buffer of at least `num_bytes`, to be used after its `free` event.
+        """Return a buffer of at least `num_bytes`. Use it only after its `free` event.
 
-        Tried in order: an idle buffer that fits; new memory within the limit, after idle buffers
-        were released; a busy buffer that fits; new memory after the oldest busy ones became free.
-        With `may_wait=False`, None instead of the last two.
+        The first of these that is possible is returned: an idle buffer that fits; new memory within
+        the limit, for which idle buffers may be released; a buffer in use by a copy that fits; new
+        memory, after the oldest buffers in use were awaited and released. With `may_wait=False` the
+        last two are not tried, and None is returned.
         """
         size = aligned(max(1, num_bytes), PAGE_BYTES)
         self._limit_bytes = max(self._limit_bytes, self._num_largest * size)
@@ -823,7 +834,8 @@ class Pools:
         }  # fmt: skip
 
     def beside(self) -> Pools:
-        """Return new pools in the same arena that share these pools' budgets."""
+        """Return a second set of pools, which uses the same arena and counts toward the same
+        budgets, for a call that keeps tensors while other calls run."""
         return Pools(self.arena, self.storage, self._budgets)
 
     def of(self, target: OffloadTarget) -> Pool:

@@ -1,25 +1,30 @@
 """The KVStore: per sequence and layer, the tensors that later chunks read of earlier ones.
 
-These are K,V of a cut sequence, states of its recurrent layers, and the gradients that later chunks
-send (float32 where K,V have 16 bits), allocated when the first one arrives. A piece is the part of
-a cut sequence that is in one chunk. With a sliding window of w tokens only the last w-1 tokens of a
-piece are kept: no later token sees the others, and the kept tokens that a later piece sees are
-contiguous (where a sequence branches, along the path to the piece). With attention blocks only
-tokens of the unfinished block at the piece's end are kept.
+A piece is the part of a cut sequence that is in one chunk. The store holds K,V of pieces, states of
+recurrent layers, and the gradients of both that later chunks send. Gradients are allocated when the
+first one arrives, in float32 where K,V have 16 bits.
+
+With a sliding window of w tokens only the last w-1 tokens of a piece are stored: no later token
+sees the others. The stored tokens that a later piece sees are contiguous (where a sequence
+branches, along the path to the piece). With attention blocks only tokens of the unfinished block at
+the piece's end are stored.
 
 K,V and gradients are freed and offloaded in segments of tokens, which `furlong.plan.segments` cuts.
-A segment is freed with the last piece that has tokens in it. A recurrent state belongs to a
-sequence, a layer, a kind and a token boundary. The piece that ends at the boundary writes it, and
-pieces that begin there read it and send its gradient. It is kept, in the same pool, as long as the
-K,V of the piece that wrote it.
+A segment is freed when the last piece that has tokens in it is freed. A recurrent state belongs to
+a sequence, a layer, a kind and a token boundary. The piece that ends at the boundary writes the
+state; pieces that begin there read it and send its gradient. The state is kept in the same pool and
+for as long as the K,V of the piece that wrote it.
 
 A segment is allocated in the arena with its first piece. Without a pool it stays in the arena; with
-a pool it moves to the pool once its last piece is written. These are the bytes that one layer
-transfers if pieces are written in order and their backwards run in the opposite order, each once:
+a pool it moves to the pool once its last piece is written. If pieces are written in order and their
+backwards run in the opposite order, each once, one layer transfers these bytes:
 
-    S_p   stored tokens before piece p;  e_i  the end of segment i;  K_i, G_i  bytes of its K,V
-          and of its gradients;  P_p  the segments with tokens that piece p sees, that is
-          of the last min(S_p, window - 1) of these tokens;  h  `NUM_HOT`;  N  pieces
+    S_p       stored tokens before piece p
+    P_p       the segments that hold some of the last min(S_p, window - 1) of these tokens
+    e_i       the end of segment i, as a number of stored tokens
+    K_i, G_i  bytes of K,V and of gradients of segment i
+    h         `NUM_HOT`, the newest segments whose gradients stay in the arena
+    N         number of pieces
 
     forward of piece p        written  sum of K_i over S_p < e_i <= S_(p+1)
                               read     sum of K_i over P_p with e_i <= S_min(p+1, N-1)
@@ -33,8 +38,9 @@ them, and once more when the segment becomes one of the newest or its gradients 
 recompute that reuses saved attention outputs reads nothing. A piece that is freed and written again
 while its segment is alive costs one more read and one more write of the segment.
 
-The arena then holds, per sequence and layer, K,V of the segment that is being filled, and gradients
-of the newest `NUM_HOT` segments of the prefix and of later segments until their own backward.
+With a pool the arena then holds, per sequence and layer, K,V of the segment that is being filled,
+and gradients of the newest `NUM_HOT` segments of the prefix and of later segments until their own
+backward.
 
     K key-value heads, S stored tokens, H head dim, tensors are token-major;
     `piece` is a chunk's position in its group (the chunks of one cut sequence)
@@ -61,13 +67,14 @@ _T = TypeVar("_T")
 
 @dataclass
 class Segment:
-    """Stored tokens [start, stop) with tensors (S, 2, K, H), each in the arena or in the pool.
+    """Stored tokens [start, stop) with K,V and gradients, two tensors (S, 2, K, H), each in the
+    arena or in the pool. The table shows which fields are then set; the others are None.
 
-    K,V              kv      kv_handle    gradients            grad    grad_handle  grad_lease
-    none             -       -            none sent            -       -            -
-    being filled     tensor  -            on the device        tensor  -            -
-    in the pool      -       handle       in the pool          -       handle       -
-                                          block being visited  -       handle       lease
+        K,V              kv      kv_handle    gradients             grad    grad_handle  grad_lease
+        none written     -       -            none sent             -       -            -
+        in the arena     tensor  -            in the arena          tensor  -            -
+        in the pool      -       handle       in the pool           -       handle       -
+                                              pooled, being added   -       handle       lease
     """
 
     start: int
@@ -91,7 +98,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """Implements `ops.attention.PrefixBlock`."""
+    """Keys and values of some stored tokens, from one segment. With `add`, a function of (dk, dv),
+    a backward can add to their gradients. Implements `ops.attention.PrefixBlock`."""
 
     kv: Tensor  # (S, 2, K, H)
     distance: int
@@ -132,7 +140,8 @@ class StateStore:
         self._grads: dict[Boundary, dict[StateKind, Tensor | None]] = {}
 
     def write(self, at: Boundary, states: Mapping[StateKind, Tensor]) -> None:
-        """Store the states at a boundary, beside states of other kinds that are stored there."""
+        """Store copies of `states` at a boundary. A state of the same kind that is stored there is
+        replaced; states of other kinds stay."""
         kept = self._handles.setdefault(at, {})
         for kind, state in states.items():
             if kind in kept:
@@ -150,7 +159,9 @@ class StateStore:
         return found
 
     def send(self, at: Boundary, grads: Mapping[StateKind, Tensor | None]) -> None:
-        """Store gradients of the states at a boundary, computed by the piece that read them."""
+        """Store `grads`, the gradients of the states at a boundary, for the backward of the piece
+        that wrote the states. The piece that read the states calls this. Nothing is stored for
+        boundaries whose gradients are not kept (`trained`)."""
         if self._trained is None or at[2] in self._trained[at[0]]:
             detached = {kind: g if g is None else g.detach() for kind, g in grads.items()}
             self._grads.setdefault(at, {}).update(detached)
@@ -200,8 +211,10 @@ class LayerSegments:
         self._token_shape = (2, like.shape[0], like.shape[2])
 
     def write(self, piece: int, k: Tensor, v: Tensor) -> None:
-        """Store the last rows of k, v (K, T, H), as many as later pieces see. Once gradients for a
-        piece have been sent, it is not freed and written again (plans are checked for that)."""
+        """Store k, v (K, T, H) of a piece: the last rows, as many as later pieces can see.
+
+        A piece may be written again after it was freed, but not once gradients for it have been
+        sent. Plans are checked for that."""
         tokens = self.tokens.of_piece(piece)
         first = k.shape[1] - len(tokens)  # only the last tokens of a piece are stored
         for segment in self._holding(tokens):
@@ -233,8 +246,9 @@ class LayerSegments:
         assert not missing, f"K,V of pieces {missing} of {what} are gone"
 
     def blocks(self, seen: Sequence[range], *, gradients: bool) -> Iterator[StoredBlock]:
-        """Yield the stored tokens in the ranges `seen`, one block for each segment and range, and
-        prefetch the next segment. With `gradients` the newest block comes first."""
+        """Yield the stored tokens in the ranges `seen`, in blocks: one for each segment and each
+        range that has tokens in it. The oldest block comes first or, with `gradients`, the newest.
+        The next segment is prefetched meanwhile."""
         indices = dict.fromkeys(index for run in seen for index in self.tokens.segments(run))
         step = -1 if gradients else 1
         order = [self.segments[index] for index in indices][::step]
@@ -330,8 +344,8 @@ class LayerSegments:
             segment.has_news = True
 
     def _settle(self, segment: Segment, *, stays: bool) -> None:
-        """Keep changed gradients until they are next used: in the arena if `stays`, else in the
-        pool."""
+        """Store the gradients of a segment that a backward has changed: in the arena if `stays`,
+        else in the pool."""
         lease, segment.grad_lease, segment.has_news = segment.grad_lease, None, False
         if lease is not None and not stays:
             lease.write_back()
@@ -373,9 +387,14 @@ class KVStore:
         trained: Mapping[int, Sequence[int]] | None = None,
         trees: Mapping[int, Tree] | None = None,
     ) -> None:
-        """`pieces`: for each cut sequence the number of tokens of each piece, in order; `trained`:
-        the pieces whose gradients are kept, ascending (None: all); `trees`: for sequences that
-        branch, which piece follows which."""
+        """
+        Args:
+            pieces: seq_id -> the number of tokens of each of its pieces, in order, for sequences
+                that are cut.
+            pool: Where full segments are offloaded; None: all stay in the arena.
+            trained: seq_id -> the pieces whose gradients are kept, ascending. None: all pieces.
+            trees: seq_id -> which piece follows which, for sequences that branch.
+        """
         self.arena = arena
         self._pieces, self._trained, self._trees = pieces, trained, trees or {}
         self._pool = pool

@@ -2,19 +2,22 @@
 one token of a chunk on this process.
 
 Labels are shifted before sequences are cut: the label of a chunk's last token is the first token of
-the next chunk. Where a sequence branches, a token has one label per branch. A process that holds no
-token of a chunk computes one dummy row, without a label.
+the next chunk. A process that holds no token of a chunk computes one dummy row, without a label.
 
-Extras are the caller's named tensors with one entry per token. Entry t belongs to token t: it is
-shifted like the label, to the row of the hidden state that predicts token t.
+Extras are the caller's named tensors with one entry per token. Entry t belongs to token t, which
+the hidden state of token t - 1 predicts. So entry t is used at the row of token t - 1, as the label
+is.
 
-Sequences with equal first tokens are joined into trees, whose shared prefix is computed once: equal
-tokens at equal positions have equal hidden states. A shared part is at least a chunk long. Branches
-may share a further part after a fork, as in agents' traces. Labels, extras and outputs stay per
-sequence.
+The caller's sequences are those that the caller passes; the plan's sequences are those that the
+plan cuts into chunks. They are the same, unless several of the caller's sequences begin with equal
+tokens. Such sequences are joined to one sequence of the plan, a tree: the tokens of a shared prefix
+are computed once, because equal tokens at equal positions have equal hidden states. After the
+prefix the tree branches, and a branch may branch again. Each shared part is at least a chunk long.
+The last token of a prefix has one label per branch. Labels, extras and outputs stay per sequence of
+the caller.
 
     T  rows of the process;  R  labels of these rows
-    i  index of a sequence in the call;  `seq_id`  index of a (joined) sequence in the plan
+    i  index of a caller's sequence;  `seq_id`  index of a plan's sequence
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ class ShiftedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of a caller's sequence, and where they are in a sequence of the plan."""
+    """A run of tokens that one of the caller's sequences and one of the plan's have in common, and
+    where the run begins in each of the two. (A plan's sequence may join several of the
+    caller's.)"""
 
     sequence: int
     """Index of the sequence in the call."""
@@ -75,7 +80,8 @@ class JoinedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences of a step, and how the plan's sequences are composed of them."""
+    """The caller's sequences of a step, the plan's sequences, and where the caller's tokens are in
+    the plan's sequences."""
 
     sequences: Sequence[ShiftedSequence]
     """By index in the call; empty ones are on other processes."""
@@ -90,9 +96,12 @@ class Batch:
     """By index in the call, factors of the loss in the gradient; None: 1."""
 
     def within(self, seq_id: int, start: int, stop: int) -> Iterator[tuple[int, range, int]]:
-        """Yield (i, tokens, offset from `start`) for each run of tokens of a caller's sequence i in
-        [start, stop) of a plan's sequence. `tokens` are indices in sequence i. Shared tokens come
-        once for each caller's sequence."""
+        """Map tokens [start, stop) of the plan's sequence `seq_id` to tokens of the caller's
+        sequences.
+
+        Yields (i, tokens, offset) for each run of tokens: `tokens` are the run's indices in the
+        caller's sequence i, and the run begins at `start` + offset in the plan's sequence. A run
+        that several of the caller's sequences share is yielded once for each of them."""
         for span in self.planned[seq_id].spans:
             tokens = range(max(start, span.start), min(stop, span.stop))
             if tokens:
@@ -100,14 +109,15 @@ class Batch:
                 yield span.sequence, range(first, first + len(tokens)), tokens.start - start
 
     def runs(self, rows: ChunkRows) -> Iterator[tuple[int, range, int]]:
-        """Yield (i, tokens, row of the first token) for each run of consecutive tokens that a chunk
-        has of a caller's sequence i."""
+        """Yield (i, tokens, row) for each run of consecutive tokens in a chunk's rows: `tokens` are
+        the run's indices in the caller's sequence i, and `row` is the row of its first token."""
         for (seq_id, start, stop), row in rows.runs():
             for index, tokens, distance in self.within(seq_id, start, stop):
                 yield index, tokens, row + distance
 
     def labels_of(self, index: int, tokens: range) -> tuple[Tensor, Tensor]:
-        """Return (indices (r,) into `tokens`, labels (r,)) of the tokens that have a label."""
+        """Return which of some tokens have a label, and these labels. `tokens` are indices in the
+        caller's sequence `index`. The result is (indices (r,) into `tokens`, labels (r,))."""
         rows = labelled_rows(labels := self.sequences[index].labels[tokens.start : tokens.stop])
         return rows, labels[rows]
 
@@ -116,7 +126,8 @@ class Batch:
         return {i for i, *_ in self.within(piece.seq_id, piece.start, piece.stop)}
 
     def extras_of(self, targets: ChunkTargets) -> dict[str, Tensor]:
-        """Return the entries (R, ...) of all extras for a chunk's labels, on the labels' device."""
+        """Return a dict from the name of each extra to a tensor (R, ...): the entries of the extra
+        for the chunk's labels, in order of the labels and on their device."""
         names = self.sequences[targets.tokens[0][0]].extras if targets.tokens else ()
         return {
             name: sent_to(
@@ -142,7 +153,8 @@ def batch_of(sequences: Sequence[ShiftedSequence], seq_lens: Sequence[int] | Non
 
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
-    """The inputs of a chunk, kept from its first pass to its last."""
+    """Token ids and positions of a chunk's rows on this process, kept from the chunk's first pass
+    to its last."""
 
     input_ids: Tensor  # (T,) int64
     position_ids: Tensor  # (T,) int64, positions in each slice's sequence
@@ -180,7 +192,10 @@ def chunk_inputs(
     branches: Mapping[tuple[int, int], int] | None = None,
 ) -> ChunkInputs:
     """Return ids and positions of one chunk's rows on this process, copied asynchronously.
-    `branches`: (seq_id, index of a run's first token) -> position, if it is not the index."""
+
+    `branches` has an entry for each run of tokens that starts a branch of a tree: (seq_id, index of
+    the run's first token in the plan's sequence) -> position of this token. In other runs the
+    position of a token is its index."""
     ids, positions = [], []
     for (seq_id, start, stop), _ in rows.runs():
         sequence = batch.planned[seq_id]
@@ -221,13 +236,15 @@ def _at(x: Tensor, tokens: Tensor) -> Tensor:
 def shift_labels(
     sequences: object, *, extras: Collection[str] | None = (), needs_labels: bool = True
 ) -> list[ShiftedSequence]:
-    """Check sequences and shift their labels by one token; a ShiftedSequence is returned as is.
+    """Check the caller's sequences and shift their labels by one token. Return one ShiftedSequence
+    for each. A ShiftedSequence in `sequences` is returned as it is.
 
     Args:
-        sequences: Dicts with input_ids, labels (T,) int64 and extras (T, ...).
-        extras: A sequence with extras must have one of these names at least; None: any names.
-        needs_labels: If False, input_ids replace missing labels. In a sequence with the extra
-            `token_weights` they always do.
+        sequences: Dicts of input_ids and labels (T,) int64; further tensors (T, ...) are extras.
+        extras: Names of known extras. A sequence that has extras, but none with such a name, is
+            refused. None: extras of any names are taken.
+        needs_labels: If False, a sequence may lack labels: its input_ids are used as labels. A
+            sequence with the extra `token_weights` may always lack them.
 
     Raises:
         DataError: For other types, keys, dtypes or lengths, and for extras that require a gradient
@@ -401,19 +418,22 @@ def _tree(
     group: range,
     least_tokens: int,
 ) -> tuple[JoinedSequence, list[tuple[int, int]]]:
-    """Return a group of sequences as a tree, laid out depth-first as one sequence, and its forks.
-    A fork is (index of a branch's first token, end of the prefix that the branch continues), both
-    in the laid-out sequence.
+    """Join a group of sequences to a tree. Return (joined sequence, forks).
 
-    `order`: sequences sorted by their tokens; `group`: the part of `order` to join; `shared[n]`:
-    the number of equal first tokens of `order[n]` and `order[n + 1]`."""
+    The joined sequence has the tokens of the tree in depth-first order. A fork is a pair of indices
+    into it: (first token of a branch, end of the prefix that the branch continues).
+
+    `order` has the indices of all sequences, sorted by their tokens. `shared[n]` is the number of
+    equal first tokens of the sequences `order[n]` and `order[n + 1]`. `group` is the range of
+    `order` to join."""
     ids: list[Tensor] = []
     spans: list[Span] = []
     forks: list[tuple[int, int]] = []
 
     def grow(group: range, depth: int, parent: int) -> None:
-        """Append the sequences `order[n]`, n in `group`, to the tree. Their first `depth` tokens
-        are equal, and the tree has them already; `parent`: the end index of these tokens."""
+        """Append the tokens from `depth` on of the sequences `order[n]`, n in `group`, to `ids`,
+        `spans` and `forks`. The first `depth` tokens of these sequences are equal and already in
+        the tree; `parent` is the index after the last of them."""
         for own in sorted(_groups(group, shared, depth + least_tokens), key=shortness):
             members = [order[number] for number in own]
             tokens = sequences[members[0]].input_ids
@@ -430,8 +450,8 @@ def _tree(
                 grow(own, stop, end)
 
     def shortness(own: range) -> int:
-        """Return a sort key, longest first. The layout of two sequences then depends on lengths
-        alone."""
+        """Return minus the length of the longest sequence of `own`, to sort longer branches first.
+        The order of branches then depends on lengths alone, not on tokens."""
         return -max(len(sequences[order[number]].input_ids) for number in own)
 
     grow(group, 0, 0)

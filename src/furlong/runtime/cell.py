@@ -66,8 +66,9 @@ def open_store(plan: ChunkPlan, pools: Pools) -> KVStore:
 
 
 def trained_pieces(plan: ChunkPlan) -> dict[int, list[int]] | None:
-    """Return for each cut sequence the numbers of the pieces (one per chunk) whose K,V gradients
-    are kept; None: all pieces."""
+    """Return {seq_id: numbers of pieces} for each sequence that is cut. Piece n of a sequence is
+    the part in the n-th of its chunks; the K,V gradients of the listed pieces are kept. Return None
+    if gradients of all pieces are kept, because the plan samples no chunks."""
     if not plan.sampled:
         return None
     return {
@@ -77,7 +78,8 @@ def trained_pieces(plan: ChunkPlan) -> dict[int, list[int]] | None:
 
 
 def chunk_pieces(plan: ChunkPlan, chunk: int) -> dict[int, Piece]:
-    """Return a chunk's slices of cut sequences as pieces, by index of the slice in the chunk."""
+    """Return a `Piece` for each slice of a chunk whose sequence is cut, keyed by the slice's number
+    in the chunk. Slices of whole sequences are not in the result."""
     index_of = dict(plan.links[chunk])
     return {
         number: Piece(
@@ -91,7 +93,8 @@ def chunk_pieces(plan: ChunkPlan, chunk: int) -> dict[int, Piece]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A slice of a cut sequence inside a chunk."""
+    """The part of a cut sequence that is in one chunk. (A slice of a chunk is a piece or a whole
+    sequence.)"""
 
     seq_id: int
     index: int
@@ -105,7 +108,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """Implements `ops.attention.LayerKV` for one layer of one chunk."""
+    """Access of one layer's attention to the KV store, for one chunk: it reads the stored prefix,
+    stores K,V for later chunks and returns their gradients. Implements `ops.attention.LayerKV`."""
 
     cell: Cell
     layer: int
@@ -160,8 +164,9 @@ class SavedGraph:
 
     @contextmanager
     def saving(self, stays: Iterable[Tensor]) -> Iterator[None]:
-        """Context manager: the pool keeps what autograd saves, with one copy per storage. Weights,
-        small tensors and tensors that share memory with one of `stays` remain where they are."""
+        """Context manager: tensors that autograd saves inside are moved to the pool, one copy for
+        all tensors that share a storage; a backward brings them back. Weights, small or integer
+        tensors, and tensors that share memory with one of `stays` are not moved."""
         known = {x.untyped_storage().data_ptr() for x in stays if not isinstance(x, DTensor)}
         sent: dict[tuple[int, int, torch.dtype], tuple[Handle, Tensor]] = {}
         # The table holds the tensors: a freed address could be given to another tensor.
@@ -211,7 +216,9 @@ class SavedGraph:
 
 @dataclass
 class Cell:
-    """One chunk at one stage; implements `models.attention.CellAttention` over the KV store."""
+    """One chunk at one stage: holds what the chunk's later passes need, such as saved attention
+    outputs and the graph, and computes attention over the chunk and its stored prefix. Implements
+    `models.attention.CellAttention`."""
 
     rows: ChunkRows
     """The chunk's rows on this process."""
@@ -265,9 +272,13 @@ class Cell:
         sinks: Tensor | None,
         source: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Attend from q (N, T, H) to k and v (K, T, H) and the stored prefix; return (N, T, H).
+        """Return the output (N, T, H) of one layer's attention. The queries q (N, T, H) attend to
+        the chunk's k and v (K, T, H), and to K,V that earlier chunks have stored. Some passes, as
+        `what` says, also store k and v. Raises KVReady to end a pass that only had to compute up to
+        here.
 
-        `source`: the tensors (K, V) that a model with shared K,V passes to several layers."""
+        `source`: the tensors (K, V) as the model passes them, if it passes one pair to several
+        layers."""
         self.met.append(("attention", layer))
         place = layer - self.layers.start
         owner = layer if source is None else self._owner(layer, source, rule)
@@ -308,16 +319,19 @@ class Cell:
         return found
 
     def enter(self, layer: int, slice_index: int, x: Tensor) -> tuple[Tensor, States]:
-        """Return x (1, T, D), the input of a slice that has a prefix, and the recurrent states
-        after the prefix, as graph nodes. A backward sends the states' gradients to the store."""
+        """Read the recurrent states with which a slice starts: those that the preceding chunk has
+        stored. Return (x, states): the slice's input x (1, T, D), unchanged, and the states, both
+        as outputs of one autograd node. Its backward sends the gradients of the states to the
+        store."""
         piece, states = self.pieces[slice_index], self.store.states
         at = piece.seq_id, layer, piece.start
         return receive_states(x, states.read(at), partial(states.send, at))
 
     def leave(self, what: Pass, layer: int, slice_index: int, y: Tensor, states: States) -> Tensor:
-        """In a pass that writes K,V, store the recurrent `states` after a slice that later chunks
-        continue. Return the output y (1, T, D) of the slice as a graph node. Its backward adds the
-        gradients of the states that later chunks have sent."""
+        """Store the recurrent `states` at the end of a slice that a later chunk continues, if the
+        pass writes K,V. Return the slice's output y (1, T, D), unchanged, as the output of an
+        autograd node. Its backward also propagates the gradients of `states` that later chunks have
+        sent."""
         piece, store = self.pieces[slice_index], self.store.states
         at, kinds = (piece.seq_id, layer, piece.stop), tuple(states)
         if what.writes_kv:
@@ -329,15 +343,19 @@ class Cell:
         return send_states(y, tuple(states.values()), later_grads)
 
     def mixed(self, what: Pass, layer: int) -> None:
-        """Record that a layer's recurrent mixer has run; raises KVReady if the pass ends there."""
+        """Record that the recurrent mixer of a layer has run. Raises KVReady to end a pass that
+        only had to compute up to here."""
         self.met.append(("states", layer))
         if self._ends(what, ("states", layer)):
             raise KVReady
 
     def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Expansion) -> Tensor:
-        """Store latents (T, W) instead of K,V, for slices that this process holds alone. In the
-        layer's next `attend`, `expand` computes K,V from latents. Return the latents as a graph
-        node. Raises KVReady if the pass ends there."""
+        """Store a layer's latents (T, W), from which its K,V can be computed (MLA), and return them
+        as the output of an autograd node.
+
+        Only slices whose tokens are all on this process are handled like this: their latents are
+        stored in place of K,V, and the layer's next `attend` applies `expand` to compute K,V from
+        latents. Raises KVReady to end a pass that only had to compute up to here."""
         own = self.rows.own
         if own is None:
             return latents
@@ -382,8 +400,9 @@ class Cell:
                 )
 
     def _ends(self, what: Pass, event: TokenMixing) -> bool:
-        """Whether the pass ends at `event`, the attention or recurrent mixer of a layer: it
-        computes up to the last K,V only, and `event` is the last one of the stage."""
+        """Whether the pass ends at `event`, which is (kind, layer) of an attention or a recurrent
+        mixer. It does if the pass only has to compute up to the stage's last K,V or state, and
+        `event` is the stage's last."""
         return what.computes == "to last kv" and event == self.events[-1]
 
     def saving(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -393,7 +412,8 @@ class Cell:
         return self.saved.saving((*model.parameters(), *model.buffers()))
 
     def end_pass(self) -> None:
-        """End the leases of saved attention outputs that a pass without a graph has read."""
+        """Return to the pool the saved attention outputs that a pass without a graph has borrowed
+        (leases)."""
         _release(self._pass_leases)
 
     def forget(self) -> None:
@@ -409,7 +429,8 @@ class Cell:
         self.saved_attention.clear()
 
     def _owner(self, layer: int, source: tuple[Tensor, Tensor], rule: AttentionRule) -> int:
-        """Return the first layer that attends to the same K,V tensors, `source`, by the same rule.
+        """Return the layer that stores the K,V of `layer`: the first layer that has received the
+        same two tensors, `source`, and has the same `rule`. This may be `layer` itself.
 
         It is determined in the cell's first pass, where layers run in order and shared tensors are
         alive. Later passes reuse the answer.

@@ -1,35 +1,38 @@
 """The start-up self-check: does the model compute the same in chunks as in its own forward?
 
-The model itself computes random sequences whole; the executor computes them with a plan of three
-chunks, one of which drops its graph and recomputes it. The check compares
+Random sequences are computed twice: whole, by the model itself, and in chunks, by the executor. The
+plan has three chunks, one of which drops its graph and recomputes it. The check compares
 
-- for a long sequence of a few tokens, cut into the chunks: final hidden states, and the gradient of
-  a loss at the last tokens with respect to the input embeddings. The gradient of the first chunks'
-  embeddings then comes only through K,V that later chunks read;
-- for a short sequence in the last of these chunks: logits, which chunks compute a few rows at a
+- final hidden states of a long sequence of a few tokens, which is cut into the three chunks, and
+  the gradient of a loss with respect to its input embeddings. Only the last tokens have a loss, so
+  the gradient of the first chunks' embeddings comes only through K,V that later chunks read;
+- logits of a short sequence in the last of these chunks. The executor computes them a few rows at a
   time.
 
-Pipeline stages are then compared with a single stage of all layers, with a plan that retains graphs
-from stage to stage and with one that finishes each stage before the next (layer-first).
+Then a run in pipeline stages is compared with a run in a single stage, first with a plan that
+retains graphs from stage to stage, then with one that finishes each stage before the next
+(layer-first).
 
-A tiny twin has the model's class and config, but few heads, small widths, short lengths, random
-float64 weights and, if no stages are checked, few recurrent layers of each kind: the same code, in
-a fraction of a second. It is checked
-- in addition to a model in 16 bits, for which the allowed error is large: twice the change of the
-  whole run when attention outputs are rounded differently, which may route a token to another
-  expert;
+Some models are also checked as a tiny twin. The twin has the model's class and config, but few
+heads, small widths, short lengths and random float64 weights. If no stages are checked, it also has
+few recurrent layers of each kind. So the same code runs in a fraction of a second. A twin is
+checked
+
+- in addition to a model in 16 bits, because the error allowed there is large: twice the change of
+  the model's own results when attention outputs are rounded differently, which may route a token to
+  another expert;
 - in addition to a model whose windows, attention blocks or temperatures matter only at lengths
   beyond these few tokens;
-- instead of a model of which each process holds one stage: every process makes the same twin, and
-  compares it whole and in stages with the layers that the processes hold.
+- instead of a model of which each process holds one stage. Every process makes the same twin, and
+  compares it whole, and in stages that have the layers of the model's stages.
 
 Gradients of a whole model may hide an error of recurrent layers: a dropped state may change them by
-less than float32 rounding. So one mixer of each kind runs as a stage by itself on random hidden
-states, whole and in chunks, one of a single token. The loss is at the last chunk, and gradients are
-compared at rows that reach it only through the recurrent state: those before the convolution's
-reach. On a CPU this is skipped for the recurrent families, and the releases of transformers, that
-`furlong.families` lists and this project's tests compare. Other releases may differ in code, other
-devices in kernels.
+less than float32 rounding. So one mixer of each kind is also checked by itself. It runs on random
+hidden states, whole and in chunks, one of which is a single token. The loss is at the last chunk.
+Gradients are compared at rows that reach the loss only through the recurrent state, which excludes
+rows within the convolution's reach. On a CPU this is skipped for the recurrent families, and the
+releases of transformers, that `furlong.families` lists and this project's tests compare. Other
+releases may differ in code, other devices in kernels.
 
     T tokens, D hidden size, K tokens that a convolution joins
 """
@@ -107,18 +110,19 @@ def self_check(
     model: HFDecoder, backend: Backend, heights: Sequence[int] | None = None,
     compute_dtype: torch.dtype | None = None, agree: Agree = dict,
 ) -> float:  # fmt: skip
-    """Return the largest relative L2 error of the comparison; raise if one is too large.
+    """Compare the model's results in chunks with those of its own forward. Return the largest
+    relative L2 error; raise if it is too large.
 
-    Runs in the model's current mode, or in eval mode if it draws random numbers, with the current
-    parameters. It changes no `.grad`, buffer or generator.
+    Runs in the model's current mode, or in eval mode if the model draws random numbers, with the
+    current parameters. The check changes no `.grad`, buffer or generator.
 
     Args:
-        heights: Number of layers per stage. Several stages are compared with a single stage: check
-            a whole model without `heights` first. None: chunks are compared with the model's own
-            forward.
+        heights: Number of layers of each pipeline stage. With several stages, a run in stages is
+            compared with a run in a single stage; check a whole model without `heights` first.
+            None: a run in chunks is compared with the model's own forward.
         compute_dtype: The dtype that sharded weights are gathered in; None: the parameters'.
-        agree: Maps this process's errors, by name, to each error's maximum over the processes of
-            the stage.
+        agree: Function of a dict {name: error of this process}; returns {name: largest error of all
+            processes of the stage}.
 
     Raises:
         UnsupportedModelError: For a model that gives other results in chunks, computes values that
@@ -161,8 +165,9 @@ def check_twin(model: HFDecoder) -> None:
 
 
 def check_packed_linears(model: HFDecoder) -> None:
-    """Raise UnsupportedModelError for 4-bit linear layers that, after an evaluation, return other
-    outputs or gradients than their dequantized weights do."""
+    """Check each 4-bit linear layer: run a forward in eval mode, then a forward and a backward in
+    train mode. Raise UnsupportedModelError if the outputs or input gradients of the second forward
+    are not those of a linear layer with the dequantized weights."""
     for name, linear in packed_linears(model.base).items():
         dtype = linear.compute_dtype or torch.float32
         generator = torch.Generator().manual_seed(0)
@@ -193,8 +198,11 @@ def check_packed_linears(model: HFDecoder) -> None:
 
 
 def _twins(model: HFDecoder, compute_dtype: torch.dtype | None = None) -> list[HFDecoder]:
-    """Return [a tiny twin] if checking the model itself is not enough, else []. If no twin can be
-    built, raise for a model that changes at longer lengths (`hides_lengths`), else return []."""
+    """Return [a tiny twin] for a model in 16 bits, and for one that behaves differently at longer
+    lengths (`hides_lengths`): checking the model itself is not enough. Return [] for other models.
+
+    If no twin can be built, raise UnsupportedModelError for a model of the second kind, and return
+    [] for one of the first."""
     try:
         weights = model.base.parameters()
         dtypes = {(p.is_floating_point() and compute_dtype) or p.dtype for p in weights}
@@ -232,11 +240,13 @@ def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
 
 
 def _compare(trial: _Trial, truth: Run) -> tuple[dict[str, float], float]:
-    """Return the relative error of each tensor of a run in chunks, by name, and the bound for them.
+    """Run the model in chunks, and compare with `truth`, its own forward. Return ({name: relative
+    error of each tensor}, largest error that is allowed).
 
     Rounding can change a router's choice in 16 bits, and gradients in float32 if weights are large.
-    So a run above the bound is repeated with other roundings, and the least error of each tensor
-    is returned: a real difference remains in all runs.
+    So if an error is too large, whole runs with other roundings determine how much rounding
+    changes, and the allowed error rises. The run in chunks is repeated, too, and the least error of
+    each tensor is returned: a real difference remains in all runs.
     """
     model, errors = trial.model, trial.differences(trial.chunked(), truth)
     dtype = truth[GRADIENTS].dtype
@@ -295,10 +305,11 @@ def _check_cuts(
     model: HFDecoder, parts: Sequence[HFDecoder], backend: Backend, heights: Sequence[int],
     agree: Agree = dict,
 ) -> float:  # fmt: skip
-    """Return the largest relative error of a run in stages of `heights` layers, compared with a run
-    in a single stage, both in chunks. `parts`: for each stage a model that holds its layers.
+    """Compare a run in stages of `heights` layers with a run in a single stage, both in chunks.
+    Return the largest relative error. `parts[n]` is the model that holds the layers of stage n.
 
-    Raises UnsupportedModelError for a decoder that passes more than hidden states between layers.
+    Raises UnsupportedModelError if an error is too large, as for a decoder that passes more than
+    hidden states between layers.
     """
     found = []
     try:
@@ -321,8 +332,11 @@ def _within(
     model: HFDecoder, errors: dict[str, float], most: float, told: str,
     where: str = "causal attention only",
 ) -> list[float]:  # fmt: skip
-    """Return the errors; raise UnsupportedModelError if one is above `most`. `told`: the fault in
-    words, with {} for the quantity's name; `where`: the layers in which tokens may interact."""
+    """Raise UnsupportedModelError if one of `errors`, {name of a tensor: relative error}, is above
+    `most`. Otherwise return the errors as a list.
+
+    `told` is the fault for the message, such as "gives other {} in stages", where {} becomes the
+    tensor's name; `where` names the layers in which tokens may interact."""
     for name, error in errors.items():
         if not error <= most:
             raise check_failure(
@@ -335,8 +349,11 @@ def _within(
 
 @contextmanager
 def _settled(model: HFDecoder) -> Iterator[None]:
-    """Context manager: put a model that draws random numbers into eval mode. Raises
-    UnsupportedModelError for a model whose own forward fails or changes a buffer."""
+    """Context manager: run with the model in eval mode if its forward draws random numbers, else in
+    its current mode. On exit modes and generators are restored.
+
+    On entry a forward of a short sequence tests the model. Raises UnsupportedModelError if it fails
+    or changes a buffer."""
     before = RNGState.read(model.device)
     buffers = [
         (path, module, name, buffer, buffer.clone())
@@ -381,11 +398,14 @@ def random_ids(model: HFDecoder, lens: Sequence[int]) -> list[Tensor]:
 
 
 def differences(given: Run, truth: Run) -> dict[str, float]:
-    """Return relative L2 errors by name. The error of gradients is the largest over the long
-    sequence's pieces (one per chunk): if gradients are not relayed from chunk to chunk, those of
-    the first piece are wrong, but may be a small part of the whole.
+    """Return the relative L2 error of each tensor of `given`, by name.
 
-    The norm of a piece counts as at least a millionth of the whole gradient's norm.
+    For gradients, the error of each of the long sequence's pieces (one per chunk) is computed, and
+    the largest is returned. If gradients are not relayed from chunk to chunk, those of the first
+    piece are wrong, but they may be a small part of the whole.
+
+    An error is divided by the norm of the piece in `truth`, or by a millionth of the whole
+    gradient's norm if that is larger.
     """
     errors = {name: relative_error(given[name], truth[name]) for name in truth}
     grad, own = given[GRADIENTS], truth[GRADIENTS]
@@ -417,7 +437,8 @@ def _cut(leaves: list[Tensor], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Runs two random sequences through a model inside `cut_embeddings`, which yields `leaves`."""
+    """Runs two random sequences through a model, whole or in chunks, to compare the results. Use it
+    inside `cut_embeddings`, which yields `leaves`."""
 
     model: HFDecoder
     backend: Backend
@@ -425,7 +446,8 @@ class _Trial:
     agree: Agree = dict
 
     def differences(self, given: Run, truth: Run) -> dict[str, float]:
-        """Return the errors that `differences` computes, by name, passed through `agree`."""
+        """Return the relative errors of `given`, by name, as the function `differences` does; with
+        `agree`, the largest of all processes."""
         return self.agree(differences(given, truth))
 
     def whole(self) -> Run:
@@ -443,11 +465,14 @@ class _Trial:
         self, parts: Sequence[HFDecoder] = (), heights: Sequence[int] = (),
         order: Order = "chunk-first",
     ) -> Run:  # fmt: skip
-        """Return the tensors to compare from chunks and stages of `heights` layers. Each stage runs
-        all chunks before the next stage does. If layers pass more than hidden states to later
-        layers, the rest is lost between stages, and the results differ.
+        """Run both sequences in chunks, and in stages of `heights` layers if given. Return the
+        tensors to compare: "hidden states", "logits" and "gradients".
 
-        `parts`: for each stage a model that holds its layers; if empty, a single stage.
+        Each stage runs all chunks before the next stage does, and receives hidden states only. So
+        the results differ for a model whose layers pass further tensors to later layers.
+
+        `parts[n]` is the model that holds the layers of stage n; if empty, all layers are a single
+        stage.
         """
         parts, heights = parts or [self.model], heights or [self.model.num_layers]
         ids = _ids(self.model)
@@ -466,8 +491,9 @@ class _Trial:
         self, plan: ChunkPlan, stages: Sequence[Layers], ids: Sequence[Tensor],
         cotangent: Callable[[Tensor], Tensor],
     ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-        """Run a plan of one rank. Return the final hidden states (T, D) of each sequence, and the
-        gradient (T, D) of `leaves`, joined in order of chunks. `cotangent`: see `TrialHead`."""
+        """Run a plan of one rank on the sequences `ids`, with the layers `stages`. Return (final
+        hidden states (T, D) of each sequence, gradient (T, D) of the input embeddings of all
+        chunks, joined in order of chunks). `cotangent`: see `TrialHead`."""
         model, begun = self.model, dict[int, Tensor]()
         self.leaves.clear()
         labels = [torch.full(i.shape, IGNORE_INDEX, device="cpu") for i in ids]
@@ -515,8 +541,8 @@ def plan_chunks(
 
 
 class TrialHead(OutputHead):
-    """A head that also outputs hidden states in `gradient`. Only the first sequence has an output
-    gradient."""
+    """A head without a loss: it keeps final hidden states, and starts backwards from a gradient
+    that `cotangent` returns for the first sequence. Other sequences have no gradient."""
 
     def __init__(
         self, model: HFDecoder, batch: Batch, cotangent: Callable[[Tensor], Tensor]
@@ -532,14 +558,16 @@ class TrialHead(OutputHead):
 
 
 def cuts(length: int) -> list[int]:
-    """Return where a sequence is cut, with 0 and `length`; its last piece has all loss tokens."""
+    """Return the token indices [0, ..., `length`] at which a sequence is cut into pieces. All
+    tokens that have a loss are in the last piece."""
     tail = max(1, length - max(_LOSS_TOKENS, length // 4))
     return sorted({0, length // 3, tail, length})
 
 
 def _cotangent(hidden: Tensor, length: int, num_tokens: int | None = None) -> Tensor:
-    """Return a loss gradient (T, D) for a sequence of `length` tokens: random at the last
-    `num_tokens` (default: in the last piece), else 0. `hidden` (any, D) gives D, dtype, device."""
+    """Return the gradient (T, D) of a loss with respect to the final hidden states of a sequence of
+    `length` tokens. It is random at the last `num_tokens` tokens, by default those of the last
+    piece that have a loss, and 0 elsewhere. Hidden size, dtype and device are those of `hidden`."""
     num_tokens = num_tokens or min(_LOSS_TOKENS, length - cuts(length)[-2])
     cotangent = hidden.new_zeros(length, hidden.shape[-1])
     cotangent[-num_tokens:] = random_like(cotangent[-num_tokens:])
@@ -605,9 +633,9 @@ _LEAST_SHARE = 1e-3
 
 
 def mixer_errors(model: HFDecoder, backend: Backend, agree: Agree = dict) -> list[float]:
-    """Return the largest relative error of each kind of recurrent mixer in slices, compared with a
-    whole run. A mixer in 16 bits runs in float32. Raises UnsupportedModelError if an error is too
-    large."""
+    """Compare each kind of recurrent mixer in slices with the same mixer on a whole sequence.
+    Return the largest relative error of each kind. A mixer in 16 bits runs in float32. Raises
+    UnsupportedModelError if an error is too large."""
     kinds = {type(mixer.module): mixer for mixer in reversed(model.probed.mixers)}
     if not kinds:
         return []
@@ -645,8 +673,9 @@ def _mixer_error(model: HFDecoder, called: Called, backend: Backend, agree: Agre
 
 
 def _whole_mixer(called: Called, x: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
-    """Run a mixer on the whole of x (1, T, D). Return ((output (T, D), input gradient (T, D)),
-    width of its convolution, 0 if it has none)."""
+    """Run a mixer on the whole of x (1, T, D), forward and backward. Return ((output, input
+    gradient), width), the first two (T, D); `width` is that of the mixer's convolution, or 0 if it
+    has none."""
     leaf = x.clone().requires_grad_()
     cache = SliceCache({}, x.shape[1])
     args, kwargs = called.inputs.of(leaf, lambda of_tokens: of_tokens, cache)
@@ -720,8 +749,9 @@ _AS_TWIN = (
 
 @contextmanager
 def _refused(model: HFDecoder, what: str, *others: str) -> Iterator[None]:
-    """Context manager: raise an error of the model's code as an UnsupportedModelError. `what`: the
-    fault in words; `others`: the requirement and, if not the default, the advice in the error."""
+    """Context manager: an error of the model's code is raised as an UnsupportedModelError. `what`
+    is the fault in words. `others` are one or two further texts of the error: what is required, and
+    the advice if it is not the default one."""
     try:
         yield
     except Exception as error:

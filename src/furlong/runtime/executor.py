@@ -1,7 +1,9 @@
-"""The executor runs one rank's actions in the order of the plan, and decides nothing itself.
+"""The executor runs one rank's actions in the order of the plan. All decisions, such as the order
+and what is kept, are the plan's.
 
-Hidden states between stages, and their gradients, are stored in the pool `offload.inputs`. Their
-key is that of a message: (payload, chunk, stage that the tensor comes from).
+Hidden states that go from stage to stage, and their gradients, are stored in the pool
+`offload.inputs` until the receiving stage uses them. The key of a stored tensor is the tuple
+(payload, chunk, stage that the tensor comes from), as for messages to other ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Layers(Protocol):
 
 
 class _Entered(torch.autograd.Function):
-    """Identity. Its output is no view of the leaf: hooks and layers may change it in place."""
+    """Identity function from a leaf to the stage's input. Autograd does not treat the output as a
+    view of the leaf, so hooks and layers may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -151,7 +154,8 @@ class Executor:
         """Labels that have been evaluated on all ranks; set by `run`."""
 
     def run(self, watch: Callable[[], None] = lambda: None) -> tuple[float, Timeline]:
-        """Run the plan, inside `HFDecoder.installed`; return the summed loss and a timeline.
+        """Run all actions. Return (summed loss, timeline): the timeline has time and memory of each
+        action. Call this inside the context manager `HFDecoder.installed`.
 
         `watch` is called after each action; an error that it raises ends the run."""
         self.advance(len(self._actions), watch)
@@ -185,8 +189,9 @@ class Executor:
             raise
 
     def skip(self, chunks: frozenset[int]) -> None:
-        """Free the cells of chunks that get no backward, and skip their other actions. Single stage
-        only. `chunks` must include every later chunk that reads the K,V of one of them."""
+        """Leave `chunks` out of the rest of the plan, because no backward of them is needed: free
+        their cells and K,V now, and skip their remaining actions. Only for plans of a single stage.
+        With a chunk, `chunks` must include every later chunk that reads its K,V."""
         self._skipped = chunks
         for chunk in chunks:
             # at once: every chunk that would read these K,V is skipped, too
@@ -282,8 +287,10 @@ class Executor:
         return hidden
 
     def _leaf(self, cell: Cell, at: tuple[int, int], what: Pass) -> Tensor:
-        """Return a copy of the stage's input (T, D), which a hook may change in place. If a graph
-        is built and a trained layer follows, `cell.x` is the leaf that gets its gradient."""
+        """Return the stage's input (T, D), copied from the pool so that a hook may change it in
+        place. If the pass builds a graph and an earlier stage has a Backward, `cell.x` becomes a
+        leaf with these values, which receives the input's gradient, and the result is computed from
+        that leaf."""
         lease = self._between.get(self._hidden["activation", at[0], at[1] - 1])
         x = lease.tensor.clone()
         lease.release()
@@ -307,8 +314,10 @@ class Executor:
         return chunk_targets(self._inputs_of(chunk).rows, self._batch, self._model.device)
 
     def _deliver(self, message: Message, x: Tensor) -> None:
-        """Store a stage's output or input gradient (T, D) for its reader: a pass, if the
-        neighbouring stage is on this rank, else a Send."""
+        """Store a tensor (T, D) that a stage has computed, its output or the gradient of its input.
+        If the receiving stage is on this rank, its pass reads the tensor from the pool. If that
+        stage is on another rank, a Send takes it. Without a receiving stage the tensor is
+        dropped."""
         payload, chunk, stage = message
         stage += 1 if payload == "activation" else -1
         if (chunk, stage) in self._own:

@@ -1,8 +1,10 @@
-"""The head: computes the loss, token values or outputs from a chunk's final hidden states.
+"""The head: takes a chunk's final hidden states and computes the loss or, for a loss that the
+caller computes, the outputs: token values or hidden states.
 
-Token values and hidden states are returned in the first phase of a plan (`two_phase`); the second
-phase starts from the gradients of the caller's loss. A fixed random projection of each row is
-compared between the phases, to detect a changed model. (Row norms are constant after an RMS norm.)
+A plan for outputs has two phases (`ChunkPlan.two_phases`): all Forwards, which compute the outputs,
+then all backwards, which start from the gradients of the caller's loss. A fixed random projection
+of each row of hidden states is compared between the phases, to detect a changed model. (Row norms
+would not do: they are constant after an RMS norm.)
 
     T tokens, of a chunk or of a sequence; D hidden size; R labels; k values
 """
@@ -69,8 +71,9 @@ class LossHead:
     def gradient(
         self, hidden: Tensor, targets: ChunkTargets, loss_factor: float, num_valid_tokens: int
     ) -> Tensor:
-        """Add a chunk's loss; return the gradient (T, D) of loss * loss_factor / num_valid_tokens
-        with respect to `hidden`, and accumulate gradients of the head's parameters.
+        """Compute a chunk's loss from final hidden states (T, D), and add it to the step's loss.
+        Return the gradient (T, D) of loss * loss_factor / num_valid_tokens with respect to
+        `hidden`. Gradients of the head's parameters are accumulated.
 
         Raises ConfigError if the loss depends on no trained parameter.
         """
@@ -94,10 +97,12 @@ class LossHead:
     def total(
         self, num_valid_tokens: int | None, add_up: Callable[[Tensor], Tensor]
     ) -> tuple[float, int]:
-        """Return the summed loss and the number of labels of all ranks.
+        """Return (summed loss, number of labels), both of all ranks. Token losses are summed over
+        the ranks in place. `add_up`: an all-reduce.
 
-        If the plan computes the loss of sampled chunks only, return their mean loss, weighted as in
-        the gradient, times `num_valid_tokens`; NaN without labels. `add_up`: an all-reduce."""
+        If the plan computes the loss of sampled chunks only, the sum is estimated: their mean loss,
+        weighted as in the gradient, times `num_valid_tokens`. It is NaN without labels. The number
+        of labels is then `num_valid_tokens`."""
         counts = [0.0, self._num_counted, self.num_labels]
         own = sent_to(self.loss_sum.device, torch.tensor(counts, dtype=torch.float64, device="cpu"))
         own[0] = self.loss_sum
@@ -115,7 +120,8 @@ class LossHead:
         return mean * num_valid_tokens, num_valid_tokens
 
     def _scales(self, targets: ChunkTargets, scale: float) -> Tensor:
-        """Return the factor of each label's loss in the gradient, (R,) float64."""
+        """Return the factor by which each label's loss enters the gradient, (R,) float64: `scale`,
+        times the weight of the label's sequence if the batch has weights."""
         of_all = torch.full(targets.labels.shape, scale, dtype=torch.float64, device="cpu")
         if self._batch.weights is not None:
             for (index, _), own in _by_run(targets, of_all):
@@ -148,8 +154,9 @@ class OutputHead:
     ) -> None:  # fmt: skip
         """
         Args:
-            function: Returns token values (t,) or (t, k), the outputs; they are 0 for tokens
-                without a label. None: hidden states (T, D) are the outputs.
+            function: Returns the values of tokens that have a label, (t,) or (t, k). These are the
+                outputs; they are 0 for other tokens. None: final hidden states (T, D) are the
+                outputs.
             modes: Makes the context manager that the head runs in, such as an autocast.
             is_rounded: Whether passes compute in 16 bits, whatever the dtype of hidden states.
         """
@@ -184,7 +191,9 @@ class OutputHead:
     def gradient(
         self, hidden: Tensor, targets: ChunkTargets, loss_factor: float, num_valid_tokens: int
     ) -> Tensor:
-        """Return the gradient (T, D) for `hidden`, from the outputs' gradients, `cotangents`."""
+        """Return the gradient (T, D) of the caller's loss with respect to `hidden`. It is computed
+        from the attribute `cotangents`, which the caller sets before: the gradient of the loss with
+        respect to each sequence's output. Gradients of the head's parameters are accumulated."""
         self.num_labels += len(targets.labels)
         again = [self._projected(hidden.detach())]
         if self._tiled is None:
@@ -226,8 +235,8 @@ class OutputHead:
         return 0.0, int(add_up(torch.tensor([own], device="cpu")))
 
     def finish(self) -> list[Tensor]:
-        """Return the outputs of each sequence and keep no reference: the graph of an output, which
-        holds this object, would keep the output alive."""
+        """Return the outputs of each sequence, and drop this object's references to them. The graph
+        of an output holds this object, so a reference here would keep the output alive."""
         found, self._outputs = self._outputs, []
         return found
 
@@ -250,7 +259,8 @@ class OutputHead:
                 )
 
     def _own_cotangents(self, targets: ChunkTargets) -> Tensor:
-        """Return output gradients (R, ...) at a chunk's labels; zeros for sequences without any."""
+        """Return the gradients (R, ...) of the caller's loss with respect to the outputs at a
+        chunk's labels. They are zeros for a sequence whose output has no gradient."""
         like = next(own for own in self.cotangents if own is not None)
         found = []
         for index, tokens in targets.tokens:
@@ -263,7 +273,8 @@ class OutputHead:
         return torch.cat(found)
 
     def _output(self, index: int, like: Tensor) -> Tensor:
-        """Return a sequence's output tensor, with the dtype and trailing shape of `like`."""
+        """Return the tensor that collects the outputs of sequence `index`. The first call creates
+        zeros for all sequences, with the dtype and trailing shape of `like`."""
         if not self._outputs:
             self._outputs = [like.new_zeros((n, *like.shape[1:])) for n in self._batch.seq_lens]
         return self._outputs[index]

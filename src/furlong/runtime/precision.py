@@ -76,10 +76,11 @@ def compute_parameters(
 def added_gradients(
     parameters: Iterable[nn.Parameter], *, keeps_zeros: bool = False
 ) -> Iterator[None]:
-    """Context manager for a step: after an error, `.grad` is None again where it was None before.
+    """Context manager for a step that adds gradients to `.grad`. After an error, each parameter
+    whose `.grad` was None before has None again.
 
-    `keeps_zeros`: trained parameters without a gradient get zeros, as a sampled plan needs: an
-    optimizer would skip them otherwise."""
+    `keeps_zeros`: On exit, trained parameters that received no gradient get zeros. A plan that
+    samples chunks needs this, since an optimizer would skip parameters without a `.grad`."""
     without = [parameter for parameter in parameters if parameter.grad is None]
     try:
         yield

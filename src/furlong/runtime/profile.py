@@ -33,8 +33,8 @@ ReadClock = Callable[[], float]
 
 
 class Stopwatch:
-    """Time stamps in the order of the device's work: CUDA events on the current stream, which
-    `seconds` waits for; readings of a clock on a CPU."""
+    """Records time stamps in the order of the device's work. On CUDA they are events on the current
+    stream, and `seconds` waits for them. On a CPU they are readings of a clock."""
 
     def __init__(self, device: torch.device, clock: ReadClock) -> None:
         self._device, self._clock = device, clock
@@ -65,15 +65,19 @@ _M_MMAP_THRESHOLD = -3
 class ProcessHeap:
     """Limits the fragmentation of glibc's heap during steps on a CPU.
 
-    malloc keeps free blocks between longer-lived ones, such as saved attention outputs, so the heap
-    would grow with every action. Blocks from 2 MiB on are therefore mapped, and returned to the
-    system when freed, at the price of page faults. This setting is process-wide. `maps_small`
-    lowers the limit to 128 KiB, for a step that offloads and for a model with adapters. Otherwise
-    small blocks of adapters would lie between the blocks of a graph, and memalign would not reuse
-    the graph's (93 instead of 156 MiB for 1/4 more CPU seconds, at 512 tokens of hidden size 512).
-    Free memory is trimmed when the process holds 4 MiB more than at the start of the step and
-    after each earlier trim. A user's malloc settings are respected. Nothing is done if actions are
-    measured: page faults would count as later seconds.
+    malloc keeps free blocks between longer-lived blocks, such as saved attention outputs, so the
+    heap would grow with every action. Therefore blocks from 2 MiB on are mapped one by one, in the
+    whole process. They go back to the system when freed, at the price of page faults. Free memory
+    is trimmed when the process holds 4 MiB more than at the start of the step or after the previous
+    trim.
+
+    `maps_small` lowers the limit to 128 KiB, for a step that offloads and for a model with
+    adapters. Otherwise small blocks of adapters would lie between the blocks of a graph, and
+    memalign would not reuse the graph's (93 instead of 156 MiB for 1/4 more CPU seconds, at 512
+    tokens of hidden size 512).
+
+    Nothing is done if the user has set malloc's limits, or if actions are measured: page faults
+    would count as later seconds.
     """
 
     def __init__(
@@ -104,9 +108,12 @@ class MemoryMeter:
     """Measures the peak bytes of consecutive stretches of work."""
 
     def __init__(self, device: torch.device, *, exact: bool) -> None:
-        """`exact`: reset the device's peak at each begin, although other code may read it. Else a
-        stretch's peak is the overall peak if that rises in the stretch, and otherwise the larger
-        of the bytes in use at its begin and at its end."""
+        """`exact`: `begin` resets the device's peak, although other code may read that peak. `end`
+        then returns the peak since `begin`.
+
+        Otherwise no peak is reset. If the overall peak has risen since the previous `end`, `end`
+        returns the overall peak; if not, it returns the bytes in use at the previous `end` or now,
+        whichever is more."""
         self._device, self._exact = device, exact
         self._last: tuple[int, int] | None = None
         """(use, peak) in bytes at the end of the last stretch; kept, as reading takes time."""

@@ -1,7 +1,8 @@
-"""One walk over a model's modules per call: what the call needs to know of the model.
+"""One walk over a model's modules per call, which collects the modules, parameters, modes and
+adapters that the call needs, and a fingerprint that shows whether the model has changed.
 
 A caller may change the model between calls, so each call looks at all of it. With adapters on all
-linear layers it has thousands of modules: one walk takes as long as a chunk of a few tokens.
+linear layers the model has thousands of modules: one walk takes as long as a chunk of a few tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _SET_ON = {"_active_adapter", "_disable_adapters", "forward", COMPILED_CALL}
 
 @dataclass(frozen=True, slots=True)
 class ModelScan:
-    """State of a model at the start of one call."""
+    """A model's modules, parameters, train or eval modes, adapters and fingerprint at the start of
+    one call."""
 
     modules: tuple[nn.Module, ...]
     """Modules of the transformers model, itself first."""
@@ -75,9 +77,11 @@ def scan(given: nn.Module, base: nn.Module) -> ModelScan:
 
 
 def _put_in(own: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return the adapters, hooks and forward that are set on a module with these `vars`, and
-    whether it is compiled. Functions are represented by code objects, which compare by value:
-    addresses are reused, and a hook that is set anew for each step counts as the same."""
+    """Return all that other code may have set on a module: active adapters, hooks, a forward of the
+    instance, and whether it is compiled. `own` are the module's `vars`.
+
+    A function is represented by its code object. Code objects compare by value, so a hook that is
+    defined anew for each step counts as the same. Addresses would not do: they are reused."""
     hooks = tuple((kind, *map(_code, own[kind].values())) for kind in HOOKS if own[kind])
     forward = _code(own["forward"]) if "forward" in own else None
     return *_adapters(own), hooks, forward, own.get(COMPILED_CALL) is not None
@@ -97,8 +101,9 @@ def mode_of(module: nn.Module) -> str:
 
 
 def module_facts(model: nn.Module) -> dict[str, str]:
-    """Return each module's mode, hooks, forward and adapters, in words: unlike a fingerprint they
-    can be compared between processes."""
+    """Return {name of a fact: value in words} with each module's mode, hooks, forward and active
+    adapters. Processes can compare these facts; the fingerprint of `scan` is comparable within one
+    process only."""
     facts = {}
     for name, module in model.named_modules():
         where = name or "the model"

@@ -1,8 +1,9 @@
-"""A caller's model between calls: wrapped and checked anew whenever it has changed, sharded once.
+"""A caller's model between calls: wrapped and checked again whenever it has changed, sharded once.
 
-A model has changed if its fingerprint has, as after resizing, adding adapters, moving, casting,
-editing the config, or switching adapters or modes. Torch's modes are checked at each call: they are
-refused or, for an autocast, entered again around each pass.
+Each call computes the model's fingerprint (see `runtime.scan`). If the fingerprint differs from the
+previous call's, the model has changed: it was resized, moved or cast, its config was edited, or
+adapters or modes were added or switched. Torch's modes, such as inference_mode, are tested at each
+call. They are refused; only an autocast may be entered again around each pass.
 """
 
 from __future__ import annotations
@@ -104,13 +105,17 @@ class ModelState:
     """Functions that free calls whose outputs were garbage-collected."""
 
     def drop(self, end: Callable[[], None]) -> None:
-        """Free a call's tensors by calling `end`: now, or after the call that is running."""
+        """Call `end`, which frees the tensors of a call whose outputs are no longer used: now, or
+        after the running call if there is one."""
         self.dropped.append(end)
         self.sweep()
 
     def sweep(self) -> None:
-        """Run the functions in `dropped`, unless a call is running. In a pool's thread do
-        nothing: the garbage collector may run there, and freeing would wait for that thread."""
+        """Call the functions in `dropped`, which free tensors of earlier calls, unless a call is
+        running.
+
+        In a pool's thread nothing is done. The garbage collector may run there, but freeing tensors
+        would wait for that same thread."""
         if is_lane():
             return
         while self.dropped and self.pooled.acquire(blocking=False):
@@ -201,7 +206,8 @@ _HELD_ELSEWHERE = (
 
 
 class Session:
-    """A model with one engine's settings. `model` is its wrapper, as of the last `call`."""
+    """One model with the settings of one engine. Each `call` sets `model`, the wrapper of the
+    caller's model `given`."""
 
     model: HFDecoder
     scan: ModelScan
@@ -225,10 +231,11 @@ class Session:
     ) -> None:
         """
         Args:
-            ranks: The processes that make each call together; or `process_group`, for replicas
-                only. Neither: a single process.
-            is_entered: See `HFDecoder`; the caller then computes the head.
-            offload_weights: See `Engine`, also for the other arguments.
+            given: The caller's model.
+            ranks: The processes that make each call together. If the processes are replicas only,
+                `process_group` may be given instead. Without both: a single process.
+            is_entered: See `HFDecoder`. If True, the caller computes the head.
+            max_seq_len, compute_dtype, storage, offload_weights: See `Engine`.
         """
         self.offload_weights = offload_weights
         self.given, self.storage, self._is_entered = given, storage, is_entered
@@ -240,9 +247,11 @@ class Session:
 
     @contextmanager
     def alone(self, *, takes_autocast: bool = False) -> Iterator[None]:
-        """Context manager for a call on this process: refuse nested calls and modes without
-        autograd, and disable autocast. A caller's autocast of another dtype than the compute dtype
-        is refused, unless `takes_autocast`: then the call enters it around each pass."""
+        """Context manager for a call on this process: disables autocast, and refuses further calls
+        on this model. Raises ConfigError inside another call, inference_mode or a torch.func
+        transform, and for a caller's autocast to another dtype than the compute dtype. With
+        `takes_autocast` any autocast is accepted; the user of this method enters it around each
+        pass."""
         refuse_mode()
         base, kind = unwrapped(self.given), self.autocast_kind
         with self.state.running(), hooked(base, refuse_call):
@@ -265,13 +274,16 @@ class Session:
         *,
         takes_autocast: bool = False,
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Context manager for a call of all processes: wrap the model and check it, if it has
-        changed. Yields (this process's result of `read`, values of all processes), as
-        `consensus.agree` returns.
+        """Context manager for a call that all processes make together. If the model has changed on
+        any process, it is first wrapped and checked again (and sharded, the first time).
+
+        `read` runs on each process, and returns (result, facts, value) as for `consensus.agree`;
+        `place`, too, is described there. Yields (result of `read` on this process, value of each
+        process). If the model had changed, or links between stages were missing, `read` runs once
+        more after they are set up.
 
         If one process raises an error, all do. Raises LinkError if an earlier call failed inside a
-        collective. `place`: see `consensus.agree`. If a model has changed, all call `read` once
-        more.
+        collective.
         """
         self.state.refuse_nested()
         if self.state.is_broken:
@@ -311,8 +323,10 @@ class Session:
 
     @contextmanager
     def heard(self, place: str, *, by_all: bool = True) -> Iterator[None]:
-        """Context manager: report an error to processes that wait for this one; raise LinkError if
-        another process is lost. `by_all`: an error inside is raised on all processes anyway."""
+        """Context manager: an error inside is written to the process group's store, and connections
+        are closed, so that processes that wait for this one raise, too. Raises LinkError if the
+        error is a lost connection. With `by_all`, all processes raise other errors anyway, so only
+        a lost connection or an interrupt is treated like this."""
         if (ranks := self.ranks) is None or ranks.num_processes == 1:
             yield
             return
@@ -433,8 +447,9 @@ class Session:
         return compute_parameters(self.scan.modules, dtype, unchanged=unchanged, returned=returned)
 
     def records(self) -> bool:
-        """Whether autograd records a forward: because a parameter is trained, or a hook makes
-        hidden states require gradients, as a forward of one token shows. Use it inside `call`."""
+        """Whether autograd builds a graph in a forward of the model. It does if a parameter is
+        trained. On a single process, with grad mode on, it also does if a hook makes hidden states
+        require gradients, which is tested by a forward of one token. Use it inside `call`."""
         if any(parameter.requires_grad for parameter in self.scan.parameters):
             return True
         if self.ranks is not None or not torch.is_grad_enabled():
@@ -509,14 +524,17 @@ class Session:
         return ranks is not None and ranks.divides
 
     def lacks(self, heights: tuple[int, ...]) -> int:
-        """Return, as bits, what this process lacks of the self-check for stages of `heights`
-        layers: the check itself, a probing forward."""
+        """Return which checks this process has not made for stages of `heights` layers, as a sum: 1
+        for the self-check, 2 for the forward that finds the model's recurrent mixers."""
         lacks = _CHECK * (self._key(heights) not in self.state.checked)
         return lacks + _PROBE * ("probed" not in vars(self.model))
 
     def require_checked(self, heights: tuple[int, ...], lacking: Sequence[int]) -> None:
-        """Run the self-check for stages of `heights` layers, if any process has not passed it.
-        `lacking`: the result of `lacks` on each process. A collective if one is not 0."""
+        """Run the self-check for stages of `heights` layers, unless all processes have passed it.
+        `lacking` has the result of `lacks` of each process. A collective, unless all are 0.
+
+        If the check fails with fused modules, it runs again without them. If it then passes, the
+        model keeps its own modules, with a warning."""
         key = self._key(heights)
         if not any(lacking):
             return
@@ -527,7 +545,8 @@ class Session:
         ranks, fault = self.ranks, "another process found an error with faster ones"
 
         def check() -> bool:
-            """Return whether the model fails with fused modules."""
+            """Run the self-check here. Return True if it failed with fused modules, False if it
+            passed. Raise its error if the model has no fused modules."""
             nonlocal fault
             try:
                 with self._weights(), ExitStack() as stack:

@@ -108,8 +108,9 @@ def batch_for(
 
 
 def along_paths(plan: ChunkPlan, batch: Batch) -> Batch:
-    """Return the batch with the spans of the plan's branching sequences: the last token of a prefix
-    predicts the first token of each branch that continues the prefix."""
+    """Return a batch whose `planned` sequences have spans for the plan's branching sequences, as
+    labels need them: the last token of a prefix predicts the first token of each branch that
+    continues the prefix. Other sequences are unchanged."""
     planned = list(batch.planned)
     for seq_id in plan.trees.keys() & range(len(planned)):
         bounds = sorted(b for c in plan.groups[seq_id] for b in plan.bounds(seq_id, c))
@@ -130,8 +131,9 @@ def among(own: Mapping[Any, ShiftedSequence], seq_lens: Sequence[int]) -> Batch:
 
 
 def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int | None) -> int:
-    """Return the divisor of the summed loss, in tokens. Raises DataError where no token has a
-    label, or where the number of labels is unknown."""
+    """Return the number of tokens that the summed loss is divided by: `num_valid_tokens` if given,
+    else `own_valid_tokens`, the number of labels in the batch. Raises DataError if neither is
+    known, or if the batch has no label."""
     if num_valid_tokens is not None:
         return whole_number(num_valid_tokens, "num_valid_tokens")
     if own_valid_tokens is None:
@@ -151,7 +153,9 @@ def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int | None) -> in
 
 
 def read_sequences(plan: ChunkPlan, rank: int, rows_of: Callable[[Chunk], ChunkRows]) -> list[int]:
-    """Return the sequences whose tokens (first stage) or labels (last stage) a process reads."""
+    """Return the seq_ids of the sequences that a process has to read: those with tokens in its rows
+    of chunks that `rank` runs at the first stage, which takes token ids, or at the last stage,
+    which takes labels."""
     ends = {0, len(plan.stages) - 1}
     own = {a.chunk for a in plan.actions[rank] if isinstance(a, Forward) and a.stage in ends}
     return sorted({seq_id for chunk in own for seq_id, *_ in rows_of(plan.chunks[chunk]).tokens})
@@ -198,8 +202,9 @@ class StepResult:
 def planner_of(
     session: Session, options: ChunkOptions, *, backward: bool
 ) -> Callable[[Sequence[int], Forks | None], ChunkPlan]:
-    """Return a function that plans one replica's sequences from their lengths and, on one device,
-    the positions where they branch."""
+    """Return a function (seq_lens, forks) -> plan, for the sequences of one replica. `seq_lens` are
+    their lengths; `forks` are the tokens at which they branch, which only a plan for one device may
+    have."""
     model, ranks, pipeline = session.model, session.ranks, session.state.pipeline
     frozen = min(session.frozen_layers) if pipeline else 0
 
@@ -233,8 +238,10 @@ def own_plan(
     *,
     backward: bool,
 ) -> tuple[tuple[Batch, ReplicaPlan], Facts, tuple[ReplicaPlan | None, int]]:
-    """Plan this replica's sequences, which `read` returns as a batch. Return what `agree` takes:
-    ((batch, its plan), facts, (its plan if this process sends it, `Session.lacks`))."""
+    """Plan this replica's sequences, which `read` returns as a batch. Return (result, facts, value)
+    for `agree`. The result is (batch, its plan). The value is (plan, checks that this process
+    lacks, as from `Session.lacks`); its plan is None unless this process is the first of its
+    replica."""
     batch, ranks = read(), session.ranks
     check_ranges(batch.sequences, session.model)
     planner = planner_of(session, options, backward=backward)
@@ -261,9 +268,13 @@ def whole_plan(
     own: tuple[Batch, ReplicaPlan],
     each: Sequence[tuple[ReplicaPlan | None, int]],
 ) -> tuple[ChunkPlan, Batch, range]:
-    """Join the plans of all replicas. `own`: the first item of `own_plan`'s result; `each`: the
-    result's last item on every process. Return the joint plan, its batch, and the seq_ids of this
-    replica's sequences."""
+    """Join the plans of all replicas. Return (joint plan, its batch, range of seq_ids of this
+    replica's sequences in it).
+
+    Args:
+        own: The result of `own_plan` on this process: (batch, plan).
+        each: The value of `own_plan` on each process: (plan or None, lacking checks).
+    """
     (batch, found), ids = own, range(len(own[0].sequences))
     if session.ranks is not None:
         found, ids = join_brought(session.ranks, [planned for planned, _ in each])
@@ -301,9 +312,9 @@ def drawn_seed(plan: ChunkPlan, options: ChunkOptions) -> int | None:
 def with_draw(
     plan: ChunkPlan, options: ChunkOptions, seed: int | None, labelled: Collection[int] = ()
 ) -> ChunkPlan:
-    """Return the plan of the whole batch with backwards only of the chunks that `seed` samples.
-    Without sampling return the plan. `seed` is equal on all processes. `labelled`: see
-    `spaco.sampled`."""
+    """Return the plan with backwards only of the chunks that are sampled. The draw depends on
+    `seed`, which is equal on all processes. If the options do not sample, return the plan as it is.
+    `labelled`: numbers of the chunks that have labels, which may be drawn more often."""
     if options.sampling is None or seed is None:
         return plan
     return sampled(plan, replace(options.sampling, seed=seed), labelled)
@@ -319,10 +330,12 @@ def take_step(
     head: Callable[[HFDecoder, ChunkPlan, Batch], Head] = LossHead,
     **measuring: Unpack[Measuring],
 ) -> StepResult:
-    """Run a plan on its batch, on which all processes have agreed (`own_plan`, `facts_of_run`). If
-    one process raises an error before the first action, all do.
+    """Run a plan on its batch. Return loss, number of labels, timeline and memory of the step. The
+    processes must have agreed on plan and batch before (`own_plan`, `facts_of_run`). If one process
+    raises an error before the first action, all do.
 
-    `head` makes the consumer of final hidden states. Other arguments: see `Engine.run`.
+    `head` is called with model, plan and batch, and returns the consumer of final hidden states, by
+    default the loss. Other arguments: see `Engine.run`.
     """
     model, num_labels = session.model, batch.num_labels
     divisor = divisor_of(num_valid_tokens, num_labels)
@@ -408,7 +421,9 @@ def memory_of(
 def facts_of_run(
     session: Session, plan: ChunkPlan, batch: Batch, num_valid_tokens: int | None
 ) -> Facts:
-    """Return the facts on which all processes that run a given plan must agree; see `take_step`."""
+    """Return {name: value} of all that must be equal on the processes that run a given plan: the
+    plan, the divisor of the loss, weights, and the tokens of each sequence that several processes
+    have."""
     divisor = divisor_of(num_valid_tokens, batch.num_labels)
     check_ranges(batch.sequences, session.model)
     if session.ranks is None:

@@ -1,18 +1,19 @@
-"""Values per token as one autograd node; the caller makes a loss from the values. One process runs
-a plan in two phases, several processes run two steps.
+"""Token values or hidden states of the engine as the outputs of one autograd node, from which the
+caller computes a loss.
 
-On one process (`TwoPhases`) the node's forward runs all Forwards of a plan, and its backward runs
-the other actions with the output gradients from autograd. The parameters are inputs of the node,
-so its gradients are returned through autograd: `.grad`, `torch.autograd.grad`, hooks, data
-parallelism and gradient scalers see each parameter once. Both phases compute on separate leaves
-that share the parameters' memory, so an error leaves every `.grad` unchanged, unless
-gradients="added".
+On one process (`TwoPhases`) one plan is run in two phases. The node's forward runs all Forwards of
+the plan; its backward runs the other actions, starting from the output gradients that autograd
+passes. The parameters are inputs of the node, so their gradients are returned to autograd: `.grad`,
+`torch.autograd.grad`, hooks, data parallelism and gradient scalers see each parameter once. Both
+phases compute on separate leaves that share the parameters' memory, so an error leaves every
+`.grad` unchanged, unless gradients="added".
 
-Several processes (`TwoSteps`) evaluate in one step. The backward is another step, whose head takes
-the caller's gradients instead of a loss. No tensor is kept between the steps, and a step may have
-any layout of processes, at the price of one more forward up to the last K,V. The second step would
-draw other random numbers, so models that draw any are refused. The gradient is that of the sum of
-all replicas' losses; the processes of a replica all compute the same loss.
+On several processes (`TwoSteps`) two steps are run. The node's forward is an evaluation step. Its
+backward is a training step, whose head takes the caller's gradients instead of a loss. No tensor is
+kept between the steps, and any layout of processes is possible, at the price of one more forward up
+to the last K,V. The second step would draw other random numbers, so models that draw any are
+refused. The gradient is that of the sum of all replicas' losses; the processes of a replica must
+all compute the same loss.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class TwoPhases:
         return self._at_forward.parameters
 
     def first(self) -> list[Tensor]:
-        """Run the forwards, in `Session.call`; return the outputs by sequence, without a graph."""
+        """Run all Forwards of the plan. Return the output of each sequence, without a graph. Call
+        this inside `Session.call`."""
         # in a plan of two phases all Forwards come before other actions
         forwards = sum(isinstance(action, Forward) for action in self._plan.actions[0])
         with self._session.computing():
@@ -115,8 +117,11 @@ class TwoPhases:
         return self._head.finish()
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run all other actions from the gradients of the outputs, `cotangents`. Return the
-        gradient of each parameter: None if it has none, or if it was added to `.grad`."""
+        """Run all other actions of the plan. They start from `cotangents`, the gradient of the
+        caller's loss with respect to each output (None: zero).
+
+        Return the gradient of each parameter, in the order of `parameters`; None for a parameter
+        without one, and for all if gradients="added" has added them to `.grad`."""
         if not self._end.alive:
             raise _second_backward()
         returned: dict[int, Tensor] | None = {} if self._gradients == "returned" else None
@@ -258,8 +263,9 @@ class TwoSteps:
         ).has_drawn
 
     def _of_all(self, found: Sequence[Tensor]) -> list[Tensor]:
-        """Sum the outputs `found` over all processes; return those of this replica's sequences. An
-        entry is 0 on processes that did not compute it. A process without outputs passes none."""
+        """Sum the tensors `found` over all processes, and return those of this replica's sequences.
+        `found` has one output for each sequence, with zeros for tokens that another process
+        computed. Pass an empty list on a process that computed no output."""
         form = (_DTYPES.index(found[0].dtype), *found[0].shape[1:], 0)[:2] if found else (-1, -1)
         forms = {tuple(form) for form in all_gather_ints(self._ranks, form)} - {(-1, -1)}
         if len(forms) > 1:
@@ -397,7 +403,10 @@ def token_values(
     share_prompts: bool = True,
     watch: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    """See `Engine.token_values`; with `function` None, `Engine.hidden_states`."""
+    """Return, for each sequence, the values (T,) or (T, k) that `function` computes from its
+    tokens; with `function` None, final hidden states (T, D). The tensors are differentiable unless
+    grad mode is off or nothing is trained. Arguments: see `Engine.token_values` and
+    `Engine.hidden_states`."""
 
     def read() -> list[ShiftedSequence]:
         if function is not None:
@@ -492,8 +501,9 @@ def decided(
     session: Session, options: ChunkOptions, seq_lens: Sequence[int], forks: Forks,
     autocast: Autocast,
 ) -> ChunkOptions:  # fmt: skip
-    """Return the options with keep="auto" replaced by the keep that stores most and fits in the
-    device's free memory between the phases, or by "kv" if the memory cannot be predicted."""
+    """Replace keep="auto" in the options. The new `keep` is the one that stores most between
+    forward and backward and whose plan fits in the free memory. If none fits, it is the one that
+    needs least; if memory cannot be predicted, it is "kv"."""
     storage = session.state.opened.storage
     room = _room_bytes(session) if storage.device_bytes is None else storage.device_bytes
     memory = memory_of(session, autocast.dtype if autocast.enabled else None, room)
@@ -504,8 +514,9 @@ def decided(
 
 
 def _room_bytes(session: Session) -> int:
-    """Return the device bytes free at the first call, less what gradients and optimizer will take.
-    Equal for all calls on a model, so that equal calls have equal plans."""
+    """Return the device bytes that a call may use: the bytes that were free at the first call on
+    the model, without what gradients and AdamW's two moments will take. All calls on a model get
+    the same number, so that equal calls have equal plans."""
     state, model = session.state, session.model.model
     if state.room_bytes is None:
         trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)

@@ -59,9 +59,10 @@ class Pipeline:
 
     @contextmanager
     def adding_up(self, model: HFDecoder) -> Iterator[None]:
-        """Context manager for a step: all-reduce the step's gradient of the tied weight on exit. A
-        `.grad` from before the step is already summed, so it is not reduced again. After an error
-        the step's gradient of this weight is dropped."""
+        """Context manager for a step: on exit, add the gradients that the first and the last stage
+        have computed for the tied weight, by an all-reduce. The sum is added to the `.grad` from
+        before the step, which was reduced earlier. After an error the step's gradient of this
+        weight is dropped."""
         group, weight = self.tied_group, model.tied_weight
         if group is None or weight is None or not weight.requires_grad:
             yield
@@ -159,9 +160,12 @@ class Comms:
         self._stages = tuple(map(_divided, stages))
 
     def before(self, index: int) -> None:
-        """Prepare action number `index`: post the receives due before it, and wait for the weights
-        that it uses. Before the first action, gather all weights for a plan without Unshard.
-        Posted receives cannot be withdrawn, so the plan must have passed all checks."""
+        """Prepare action number `index` of this rank's list: post receives of messages that must be
+        posted by now, and wait for weights that the action uses. Before the first action of a plan
+        without Unshard, also gather all weights.
+
+        Call this only for a plan that has passed all checks: a posted receive cannot be
+        withdrawn."""
         if self._messages is not None:
             links, parcel = self._messages
             if not index:
@@ -184,11 +188,12 @@ class Comms:
         return self._neighbour(action).recv(action)
 
     def unshard(self, stage: int) -> None:
-        """Start to gather the stage's weights; FSDP2 waits for each module before its first pass.
+        """Start to gather the stage's weights. FSDP2 waits for each module's weights before its
+        first pass.
 
-        Before the first stage of this process, gather the root module's parameters synchronously:
-        every first pass needs them, and the buffers of this gather are freed before layers are
-        gathered.
+        Before the first stage of this process, the root module's parameters are gathered
+        synchronously, because all first passes need them. The buffers of this gather are then free
+        before layers are gathered.
         """
         if self._base is None:
             return
@@ -207,8 +212,9 @@ class Comms:
                 module.unshard(async_op=True)
 
     def cut_short(self, stage: int) -> None:
-        """Free the layers that are gathered with each pass, after KVReady has ended a pass early:
-        FSDP2's hook that frees the last of them did not run."""
+        """Free the stage's layers if each pass gathers them anew (`plan.regathers`). Call this
+        after KVReady has ended a pass early: FSDP2 frees the last of these layers in a hook that
+        did not run."""
         if passing := self._passing[stage]:
             reshard_modules(passing)
 
@@ -232,13 +238,15 @@ class Comms:
 
     @contextmanager
     def backward(self, action: Backward) -> Iterator[None]:
-        """Context manager for a Backward, entered after the backward of its loss: reduce-scatter
-        gradients as in this table.
+        """Context manager around the backward pass of an action, entered after the backward of the
+        loss. The pass reduce-scatters gradients of its stage or not, as in this table. Layers are
+        gathered once per step or, if `plan.regathers`, in each pass.
 
-                                   layers gathered once    gathered with each pass
-            other Backward         -                       reduced, from torch 2.13 on
-            last of its stage      reduced                 reduced
-            last of this rank      the root module's parameters are reduced, too
+                                       gathered once    gathered in each pass
+            last Backward of a stage   reduced          reduced
+            other Backwards            not reduced      reduced, from torch 2.13 on
+
+        The last Backward of this rank also reduces the root module's parameters.
 
         All ranks reach the last Backwards in the same order: a stage's last Backward comes after
         that of the next stage.

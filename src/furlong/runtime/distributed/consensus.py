@@ -1,15 +1,15 @@
-"""Agreement among processes: on errors, on facts that must be equal, on one plan. All such
-exchanges of the engine are here. Whether a process joins an exchange depends only on what all
-processes know.
+"""Agreement among processes: on errors, on values that must be equal (facts), on one plan. All such
+exchanges of the engine are here. A process decides whether to join an exchange only by values that
+are equal on all processes.
 
 With FSDP2 each process takes its shard from the weights that it has, pipeline stages come from
 different processes, and a sequence-parallel group reads a part of each sequence on each process. If
-models or sequences differ between processes, nothing fails, and a mixture of them is trained. So
-checksums are compared: of weights when they are sharded, of tokens before each step.
+models or sequences differ between processes, no error is raised, and a mixture of them is trained.
+So checksums are compared: of weights when they are sharded, of tokens before each step.
 
 Before the first action of a step all processes agree that none of them has failed; if one has, all
 raise, and the step can be taken again. A process that fails later closes its connections (see
-`failures`), because others wait for what only it can send. Then all raise, and the processes have
+`failures`), because other processes wait for its messages. Then all raise, and the processes have
 to be started again.
 """
 
@@ -48,7 +48,8 @@ Facts = Mapping[str, object]
 
 
 class _Word(NamedTuple):
-    """The message of a process in `exchange`."""
+    """The message that each process sends to all others in `exchange`: whether it has failed, facts
+    to compare, and a value."""
 
     place: str
     """The call that the process makes, in words."""
@@ -81,11 +82,14 @@ def run_on_all(ranks: Ranks | None, fn: Callable[[], _T], place: str = "a step")
 def agree(
     ranks: Ranks | None, fn: Callable[[], tuple[_T, Facts, _V]], place: str = "a step"
 ) -> tuple[_T, list[_V]]:
-    """Call `fn` on every process; return its result here, and the values of all. One collective.
+    """Call `fn` on every process. Return (result of `fn` here, `value` of each process). The
+    processes communicate in one collective.
 
     Args:
-        fn: Returns (result, facts, value).
-        place: The call that the process makes, in words, for messages and for comparison.
+        fn: Returns (result, facts, value). `result` stays on this process; facts, a dict, must be
+            equal on all processes; `value` is sent to all.
+        place: The call that the process makes, in words. It must be equal on all processes, and is
+            named in errors.
 
     Raises:
         ElsewhereError: On processes whose `fn` returned, if it raised on another one.
@@ -107,7 +111,8 @@ def agree(
 def report(
     ranks: Ranks, error: Exception, place: str, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Send an error to processes that wait for this one in `exchange`. A collective."""
+    """Take part in an `exchange` after an error here: send the error in place of a value, so that
+    the other processes raise. A collective, as `exchange` is."""
     is_quoted = isinstance(error, ElsewhereError)
     _said(ranks, _Word(place, reason_of(error), is_quoted, {}, None), group)
 
@@ -116,7 +121,9 @@ def exchange(
     ranks: Ranks, value: _V, place: str, group: dist.ProcessGroup | None = None,
     *, facts: Facts | None = None,
 ) -> list[_V]:  # fmt: skip
-    """Return the `value` of each process of a group, by default of all; raises as `agree` does."""
+    """Send `value` to the processes of a group, by default to all, and return the value of each in
+    order of the processes. A collective. `facts` is a dict of values that must be equal on all of
+    them. For `place` and errors see `agree`."""
     words = _said(ranks, _Word(place, "", False, facts or {}, value), group)
     all_failed = {number: word.failure for number, word in words.items() if word.failure}
     if all_failed:
@@ -150,8 +157,8 @@ def exchange(
 
 
 def _said(ranks: Ranks, word: _Word, group: dist.ProcessGroup | None) -> dict[int, _Word]:
-    """Return the message (`_Word`) of each process, by number of the process. Raises ConfigError,
-    on all, if processes make different calls."""
+    """Exchange messages in a group, by default of all processes. Return {number of a process: its
+    message}. Raises ConfigError, on all, if processes make different calls."""
     group = group or ranks.group
     words = [word] * group.size()
     try:
@@ -176,8 +183,8 @@ def _said(ranks: Ranks, word: _Word, group: dist.ProcessGroup | None) -> dict[in
 
 
 def require_same(ranks: Ranks, facts: Facts) -> None:
-    """Raise ConfigError, on all processes, unless every two processes agree on the values of the
-    keys that both have. A collective."""
+    """Compare `facts`, a dict by name, between all processes. Raise ConfigError, on all processes,
+    if two processes have different values for a name that both have. A collective."""
     exchange(ranks, None, "a comparison", facts=facts)
 
 
@@ -201,9 +208,12 @@ def require_equal_models(
     model: HFDecoder, ranks: Ranks, compute_dtype: torch.dtype | None, settings: Mapping[str, str],
     modules: Mapping[str, str], *, are_known: bool,
 ) -> None:  # fmt: skip
-    """Raise ConfigError, on all processes, unless config, `settings` and compute dtype are equal on
-    all processes, and weights and `modules` (facts by name) within each stage. A collective.
-    `are_known`: weights were compared before; then their values are not compared again."""
+    """Raise ConfigError, on all processes, if models differ between processes. A collective.
+
+    Compared on all processes are the config, the compute dtype and `settings`, a dict by name.
+    Compared within each stage are `modules`, a dict of facts about modules, and the weights: names,
+    shapes, dtypes and values. If `are_known`, values of weights were compared before, and are not
+    compared again."""
     dtypes = (p.dtype for p in model.base.parameters() if p.is_floating_point())
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NO_MATTER}
     facts = {key: json.dumps(value, default=str, sort_keys=True) for key, value in config.items()}
@@ -238,8 +248,9 @@ def _form(weight: Tensor) -> str:
 
 
 def whole_checksums(weights: Sequence[Tensor]) -> list[int]:
-    """Return a checksum of each weight's values and their order, independent of its sharding. A
-    collective over the processes that share DTensors."""
+    """Return a checksum of each weight, from its values and their indices. A weight has the same
+    checksum however it is sharded: checksums of the shards of a DTensor are added up, which is a
+    collective over the processes that hold its shards."""
     sums = [_hash_of(weight) for weight in weights]
     divided: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for number, weight in enumerate(weights):
@@ -258,17 +269,20 @@ def whole_checksums(weights: Sequence[Tensor]) -> list[int]:
 
 
 def weights_checksum(parameters: Iterable[Tensor]) -> int:
-    """Return a checksum of the parameters; for DTensors, of local shards. It detects changes that
-    tensor versions miss: by an optimizer of DTensors, and any through `.data`."""
+    """Return one checksum of all parameters; of a DTensor this process's shard enters. If the
+    checksum changes, parameters have changed, also where tensor versions do not: when an optimizer
+    updates DTensors, or when a caller writes through `.data`."""
     sums = torch.stack([_hash_of(parameter) for parameter in parameters])
     return zlib.crc32(repr(sums.tolist()).encode())
 
 
 def _hash_of(weight: Tensor) -> Tensor:
-    """Return a checksum (), int64, of a weight's values and their indices, for any strides.
+    """Return a checksum, a tensor () int64, of a weight's values and their indices. Strides have no
+    influence.
 
-    It is the sum, modulo 2**64, of each element's bits times a factor for its index on each axis of
-    the whole weight. So the checksums of shards add up to the checksum of the whole weight.
+    Each element's bits are multiplied by a factor for each of its indices, and all products are
+    summed modulo 2**64. An index is the one in the whole weight, so the checksums of a weight's
+    shards add up to the checksum of the weight.
     """
     own: Any = weight.detach()
     starts = (0,) * own.ndim
@@ -305,9 +319,11 @@ def _factors(length: int, start: int, axis: int, device: torch.device) -> Tensor
 
 
 def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
-    """Raise ConfigError, on all processes, unless the processes of each replica computed the same
-    loss: `cotangents`, its gradients (T, ...) with respect to token values or hidden states, must
-    agree. A collective."""
+    """Raise ConfigError, on all processes, unless all processes of each replica computed the same
+    loss. A collective.
+
+    `cotangents` are the gradients (T, ...) of this process's loss with respect to token values or
+    hidden states. They are compared by norm and by a weighted sum."""
     flat = torch.cat([own.detach().double().flatten() for own in cotangents])
     turned = flat * torch.arange(len(flat), device=flat.device).cos()  # sensitive to order
     own = torch.stack([flat.norm(), turned.sum()]).cpu()
@@ -332,7 +348,8 @@ def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
 
 
 class ReplicaPlan(NamedTuple):
-    """A plan, and facts about its sequences that other processes need."""
+    """The plan of one replica, and facts about the replica's sequences that the processes of other
+    replicas need to join all plans."""
 
     plan: ChunkPlan
     labelled: set[int]
@@ -343,8 +360,11 @@ class ReplicaPlan(NamedTuple):
 
 
 def join_brought(ranks: Ranks, each: Sequence[ReplicaPlan | None]) -> tuple[ReplicaPlan, range]:
-    """Join the plans of all replicas, `each` from a replica's first process (None from its others).
-    Return the joint plan, equal on all processes, and the seq_ids of this replica's sequences."""
+    """Join the plans of all replicas. Return (joint plan, equal on all processes; range of seq_ids
+    that this replica's sequences have in the joint plan).
+
+    `each` has one entry per process: the plan of its replica if the process is the first of the
+    replica, else None."""
     own = [one for one in each if one is not None]
     plans, ids, labelled = [one.plan for one in own], list[range](), set[int]()
     num_sequences = num_chunks = 0

@@ -44,7 +44,8 @@ def is_lost(error: BaseException) -> bool:
 
 
 def tell(word: str) -> None:
-    """Write the reason why this process fails, `word`, to the store, unless one is there."""
+    """Write the reason why this process fails, `word`, to the store of the process group. If this
+    process has written a reason before, it is not replaced."""
     with suppress(RuntimeError, ValueError):  # the store ends with the process that holds it
         store = dist.distributed_c10d._get_default_store()
         if not store.check([key := _key(dist.get_rank())]):
@@ -65,11 +66,12 @@ def leave(word: str, groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def lost(groups: Sequence[dist.ProcessGroup], error: BaseException, place: str) -> LinkError:
-    """Report that this process stops because a connection is lost. Return the error to raise, with
-    the reasons that other processes have reported.
+    """Write to the store that this process has lost a connection, and close its connections in
+    `groups`. Return a LinkError for the caller to raise, with the reasons that other processes have
+    written to the store.
 
     Args:
-        groups: Groups of this process, that of all processes first.
+        groups: Groups of this process, the group of all processes first.
         error: The backend's error.
         place: See `consensus.agree`.
     """

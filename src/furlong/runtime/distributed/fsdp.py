@@ -1,15 +1,14 @@
 """Weights sharded by FSDP2: gathered where the plan says, gradients reduced once per step.
 
-Each layer is an FSDP2 group, and so are the embedding and the head unless they are tied; the root
-module (the model) has the other parameters. Every pass enters through a registered FSDP2 forward
-method. FSDP2 does not gather or free by itself: the plan's Unshard and Reshard do, so no collective
-depends on the number of chunks. The root's parameters stay gathered for the whole step. Each
-process accumulates gradients over all chunks, and they are reduced once, in the last backward of
-each stage.
+Each layer is an FSDP2 group, and so are the embedding and the head unless they are tied. The root
+module (the model) has the other parameters, which stay gathered for the whole step. Every pass
+enters through a registered FSDP2 forward method. FSDP2 does not gather or free by itself: the
+plan's Unshard and Reshard do, so no collective depends on the number of chunks. Each process
+accumulates gradients over all chunks. They are reduced once, in the last backward of each stage.
 
-In plans that gather with every pass (`plan.regathers`, in a sequence-parallel group) FSDP2 gathers
-each layer before its pass and frees it afterwards. Each backward then reduces the gradients of its
-layers within the group, and the last one also over replicas.
+In a sequence-parallel group, plans with `plan.regathers` gather with every pass: FSDP2 gathers each
+layer before its pass and frees it afterwards. Each backward then reduces the gradients of its
+layers within the group, and the last backward also reduces them over replicas.
 
 Weights are gathered in the compute dtype. Gradients of a chunk arrive in that dtype and are added
 to float32 sums at once, as in `runtime.precision` for unsharded weights.
@@ -123,8 +122,9 @@ def reshard_modules(modules: Iterable[FSDPModule]) -> None:
 
 @contextmanager
 def one_step(base: nn.Module, passing: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Context manager for a step: accumulate gradients locally until `adding_up`, and keep gathered
-    weights until `reshard_modules`; layers in `passing` are gathered and freed in each pass.
+    """Context manager for a step. Inside, gathered weights are kept until `reshard_modules` frees
+    them, and gradients are accumulated on this process until `adding_up` reduces them. Only the
+    layers in `passing` are gathered and freed in each pass.
 
     On exit, also after an error, all weights are sharded again. After an error, gradients that were
     not reduced are dropped.
@@ -163,9 +163,11 @@ def freed_behind_passes(modules: Sequence[FSDPModule]) -> Iterator[None]:
 
 @contextmanager
 def _gathered_ahead(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Context manager: in a backward, gather each module while the backward of the module after it
-    in `modules` runs. By default the gather would wait for an earlier gradient reduction. Forwards
-    have no reductions, so they need no change."""
+    """Context manager: in a backward pass, gather the next module's weights while the current
+    module's backward runs. A backward visits `modules` in reverse.
+
+    FSDP2 would start this gather only after an earlier gradient reduction. A forward has no
+    reductions, so it needs no change."""
     for before, module in pairwise(modules):
         module.set_modules_to_backward_prefetch([before])
     try:
@@ -179,12 +181,13 @@ def _gathered_ahead(modules: Sequence[FSDPModule]) -> Iterator[None]:
 def one_layer_at_a_time(
     base: nn.Module, ranks: Ranks, place: str
 ) -> Iterator[Callable[[Mapping[str, float]], dict[str, float]]]:
-    """Context manager for checks, which have no plan: gather each FSDP2 group before its pass, free
-    it afterwards, and keep the root gathered. Use it inside `one_step`.
+    """Context manager for passes of a check, which have no plan: each FSDP2 group is gathered
+    before its pass and freed afterwards, and the root stays gathered. Use it inside `one_step`.
 
-    The processes of the stage agree before each gather, and on exit, that none has failed; if one
-    has, all raise. So they must run the same passes and decide by equal numbers: the yielded
-    function returns the maximum over processes of each number. `place`: see `consensus.agree`.
+    Before each gather, and on exit, the processes of the stage tell each other whether one has
+    failed; if so, all raise. So all of them must run the same passes, and must decide by equal
+    numbers. For this the context manager yields a function: from {name: number of this process} it
+    returns {name: maximum over the processes}. `place`: see `consensus.agree`.
     """
     group, goes_on = ranks.stage_group, True
 
@@ -239,10 +242,12 @@ def whole(base: nn.Module, name: str) -> Iterator[None]:
 def adding_up(
     modules: Sequence[FSDPModule], *, is_complete: bool = True, is_last: bool = False
 ) -> Iterator[None]:
-    """Context manager: a backward inside reduce-scatters the gradients of these modules.
+    """Context manager: a backward pass inside reduce-scatters the gradients of `modules`.
 
-    `is_complete`: also all-reduce them between HSDP replicas; False if a later backward adds to
-    them. `is_last`: the root is among the modules, and no backward follows.
+    Args:
+        is_complete: Whether to all-reduce the gradients between HSDP replicas, too. Pass False if a
+            later backward of the step adds to these gradients.
+        is_last: Whether this is the last backward of the step. The root is then among `modules`.
     """
     for module in modules:
         _fill_sums(module)
@@ -257,8 +262,9 @@ def adding_up(
 
 
 def end_gather(module: FSDPModule) -> None:
-    """Finish a gather that no pass has waited for: the next unshard would return its weights, which
-    are outdated by then. A gather that failed because another process did is dropped."""
+    """Wait for the module's gather if no pass has waited for it. Otherwise the next unshard would
+    return the weights of this gather, which may be outdated by then. A gather that failed, because
+    another process did, is dropped."""
     for group in _groups(module):
         try:
             group.wait_for_unshard()
@@ -267,9 +273,11 @@ def end_gather(module: FSDPModule) -> None:
 
 
 def _fill_sums(module: FSDPModule) -> None:
-    """If one trained parameter of a module has a float32 gradient sum, give all of them one: FSDP2
-    reduces no mixture of dtypes. In a plan of one chunk only the head has sums, of the
-    gradients of its tiles of logits."""
+    """Give zeros as gradients to trained parameters of a module that have none, if another one has
+    a gradient that is summed in float32: FSDP2 cannot reduce a mixture of dtypes.
+
+    This happens in a plan of one chunk: only the head's parameters have sums, because logits are
+    computed in tiles."""
     own = [p for p in _divided(module) if hasattr(p, "_unsharded_param")]
     if all(p.unsharded_accumulated_grad is None for p in own):
         return
@@ -320,7 +328,9 @@ def _groups(module: FSDPModule) -> list[Any]:
 def _refuse_indivisible(
     base: nn.Module, layers: Sequence[nn.Module], unchanged: Sequence[nn.Parameter]
 ) -> torch.dtype:
-    """Return the trained parameters' dtype. Raises UnsupportedModelError if FSDP2 cannot shard."""
+    """Return the dtype of the trained parameters. Raise UnsupportedModelError if FSDP2 cannot shard
+    the model: for trained parameters of several dtypes, a scalar, a weight that two layers share, a
+    hook on a parameter, or parameters in `unchanged`."""
     names = {id(parameter): name for name, parameter in base.named_parameters()}
     trained = {p.dtype for p in base.parameters() if p.requires_grad}
     scalar = next((n for n, p in base.named_parameters() if not p.ndim), None)

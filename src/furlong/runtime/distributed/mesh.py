@@ -23,8 +23,9 @@ from furlong.runtime.distributed.failures import is_lost, lost
 class Ranks:
     """The coordinates of this process, and its process groups.
 
-    Stages are the outermost axis of the numbering and the pool (sequence-parallel group) the
-    innermost, so that processes of a pool are neighbours.
+    Processes are numbered with the pipeline stage as outermost axis, then the replica, and the
+    number in the sequence-parallel group (called the pool) as innermost axis. So processes of a
+    pool have consecutive numbers.
     """
 
     mesh: DeviceMesh
@@ -52,7 +53,8 @@ class Ranks:
 
     @property
     def plan_rank(self) -> int:
-        """Index of this process's list in `ChunkPlan.actions`: replicas outer, stages inner."""
+        """Index in `ChunkPlan.actions` of the list that this process runs: `replica * pp + stage`.
+        All processes of a sequence-parallel group run the same list."""
         return self.replica * self.pp + self.stage
 
     @property
@@ -205,9 +207,11 @@ def ranks_given(
     device_type: str,
     offloads: bool = False,
 ) -> Ranks | None:
-    """Return the ranks of an engine; None for a single process that does not offload weights.
-    Raises ConfigError if both `ranks` and `process_group` are given, or if the engine `offloads`
-    weights and neither is given."""
+    """Return the ranks that an engine uses: `ranks`, or data-parallel ranks of `process_group`.
+    Return None for a single process, unless FSDP2 is to offload its weights.
+
+    Raises ConfigError if both `ranks` and `process_group` are given, or if `offloads` (weights are
+    offloaded) and neither is given."""
     if ranks is not None and process_group is not None:
         raise ConfigError(
             given="ranks and a process_group",
@@ -246,8 +250,9 @@ def allow_time(limit: timedelta) -> None:
 
 
 def _pool_axes(sp: int) -> tuple[int, ...]:
-    """Return the sizes of a sequence-parallel group's mesh axes, one for each doubling: the last n
-    axes together have 2**n processes."""
+    """Return the sizes of the mesh axes that a sequence-parallel group of `sp` processes is divided
+    into: `8 -> (2, 2, 2)`, `24 -> (3, 2, 2, 2)`. The last n axes together have 2**n processes; if
+    `sp` is no power of two, the first axis has the remaining factor."""
     sizes = [n for n in place_sizes(sp) if n & (n - 1) == 0 or n == sp]  # 24: 1, 2, 4, 8, 24
     return tuple(b // a for a, b in pairwise(sizes))[::-1]
 

@@ -109,7 +109,8 @@ class Neighbour:
         return sum(not _has_gone(work) for _, work, _ in self._under_way)
 
     def begin(self, messages: Iterable[Action], chunks: Sequence[Chunk], parcel: Parcel) -> None:
-        """Set a step's messages, in order, its plan's chunks and the messages' form (`parcel`)."""
+        """Prepare for a step. `messages` are the step's Sends and Recvs with this neighbour, in
+        order; `chunks` are those of its plan; `parcel` describes the tensors."""
         left = [*self._to_send, *self._to_recv]
         assert not left, f"'{format_action(left[0])}' of the step before is left"
         for action in messages:
@@ -230,13 +231,15 @@ class Links:
 
 
 def late_posts(plan: ChunkPlan, rank: int) -> dict[int, list[int]]:
-    """Return, by action number, the ranks from which a receive is posted before the action. The
-    receive of an activation is posted before the last pass ahead of its Recv, unless the message
-    depends on that pass. Other receives are not in the result: they are posted when needed.
+    """Return {number of an action: ranks from which a receive is posted before this action}.
+    Receives of gradients are not in the result: they are posted when needed.
 
-    A pass may have to wait for receives posted before it, but waits cannot form a circle.
-    Activations go up the pipeline, so a circle would need a gradient whose receive is posted early.
-    With such receives, two neighbours could each wait for the other's next message.
+    The receive of an activation is posted early, before the last pass that comes before the Recv.
+    If the message depends on that pass, it is posted when needed instead, and is not in the result.
+
+    Early receives cannot deadlock. A pass may have to wait for receives that were posted before it.
+    But activations only go up the pipeline, so waits cannot form a circle. If receives of gradients
+    were posted early, too, two neighbours could each wait for the other's next message.
     """
     found: dict[int, list[int]] = {}
     needs = _last_needed(plan, rank)
@@ -252,10 +255,13 @@ def late_posts(plan: ChunkPlan, rank: int) -> dict[int, list[int]]:
 
 
 def _last_needed(plan: ChunkPlan, rank: int) -> dict[int, int]:
-    """Return for each Recv of `rank` the number of the last Send of `rank` on which the message
-    depends, or -1 if there is none. Dependencies are followed through the lists of other ranks.
-    Collectives need not be followed: those between the first and the last pass come before a
-    stage's last Backward, which needs every message to its ranks anyway."""
+    """Return {number of a Recv of `rank`: number of the last Send of `rank` that its message
+    depends on}; -1 if the message depends on no Send of `rank`. Numbers are indices in the rank's
+    list of actions. A message depends on all messages that its sender received before, and so on
+    through the other ranks.
+
+    Collectives may be ignored here. Those between the first and the last pass come before a stage's
+    last Backward, which waits for every message to its ranks anyway."""
     needs: dict[int, int] = {}
     sent: dict[tuple[Payload, int, int], int] = {}
     """Message that has been sent -> last action of `rank` that it depends on."""
@@ -289,18 +295,20 @@ def _last_needed(plan: ChunkPlan, rank: int) -> dict[int, int]:
 def open_links(
     pipelines: Sequence[Sequence[int]], device: torch.device, timeout: timedelta | None = None
 ) -> Links:
-    """Open the links of this process. Collective over the world.
+    """Create the process groups of all links, and return the links of this process. Collective over
+    the world.
 
     Args:
-        pipelines: World ranks of each pipeline's processes by stage; each process is in one.
+        pipelines: World ranks of each pipeline's processes, in order of stages. Each process is in
+            one pipeline.
         timeout: Timeout of the new groups, by default the world's.
 
-    Every process creates all groups in the same order, and sends one element through each of its
-    links. NCCL connects two processes at their first message: both wait for it, and it allocates
-    memory, which may wait for receives posted on the device.
+    Every process creates all groups, in the same order, and keeps at most 4: those that it belongs
+    to. With 256 processes and 8 stages there are 448 groups, which take 10 ms. Creating a group has
+    no barrier unless TORCH_DIST_INIT_BARRIER is set.
 
-    With 256 processes and 8 stages each process creates 448 groups, in 10 ms, and keeps its own, at
-    most 4. Creating one has no barrier unless TORCH_DIST_INIT_BARRIER is set.
+    One element is sent through each link here. NCCL connects two processes at their first message,
+    and allocates memory then. Later this could wait for receives that are posted on the device.
     """
     me = dist.get_rank()
     world = dist.group.WORLD
