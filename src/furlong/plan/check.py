@@ -1,12 +1,13 @@
-"""The plan checker: a sentence and a function for each rule of a legal plan, I1 to I11 in order.
+"""The plan checker. A legal plan satisfies eleven rules, I1 to I11. Each has a sentence and a
+function in this file, in this order.
 
 The rules make a chunked backward exact. They require the order of ChunkFlow's Algorithm 2, but with
 its second loop descending: dK,dV of a chunk are complete only after the backwards of all later
 chunks. If a sequence branches, the "earlier chunks" of a piece are those on its path from the root.
 
 Each function yields (reason, index of the action or chunk) for each violation of its rule. Only the
-first violation is raised, so a function may rely on the rules before it and on its own earlier
-lines. All functions take time linear in the plan.
+first violation is raised. So a function may assume that all earlier checks, also those in its
+earlier lines, have passed. All functions take time linear in the plan.
 
 The functions see the actions of all ranks as one list, rank after rank; `at` is always an index
 into it. A cell is the work of one chunk at one stage. Its number is stage * num_chunks + chunk, so
@@ -166,15 +167,16 @@ class Grid:
                 yield at, self.actions[at], self.cells[at]
 
     def columns(self) -> Iterator[tuple[Sequence[int], list[int]]]:
-        """Yield (parents, cells) for each stage of each cut sequence: the piece that each of its
-        pieces continues, and the cell of each piece."""
+        """Yield (parents, cells) for each stage of each cut sequence. Both have one entry per piece
+        of the sequence: `parents` the index of the piece that it continues (-1 for none), `cells`
+        the number of its cell at this stage."""
         for seq_id, group in self.plan.groups.items():
             for row in range(0, len(self.forward), self.num_chunks):
                 yield self.parents[seq_id], [row + chunk for chunk in group]
 
     def ways(self) -> list[Direction | None]:
-        """Return, for each action, the direction of its pass through the layers if all ranks of the
-        stage gather weights for the pass, else None."""
+        """Return, for each action, the direction in which its pass runs through the layers, if all
+        ranks of the stage gather weights for the pass, else None."""
         if not self.plan.regathers or self.plan.replicated:
             return [None] * len(self.actions)
         ranks = range(len(self.plan.actions))
@@ -220,8 +222,9 @@ def _odd_fields(plan: ChunkPlan) -> Iterator[str]:
 
 def _uncovered(plan: ChunkPlan) -> Breaks:
     """Yield violations of I1: the slices of each sequence cover each token once, and no sequence is
-    missing. A chunk without slices is legal only if its rank needs it for collectives: for passes
-    that gather weights, or for the Reduce if it has no other chunk."""
+    missing. A dummy chunk, which has no slices, is legal in two cases only: passes gather weights,
+    so that its rank must run as many as other ranks; or it is the rank's only chunk, so that the
+    rank can join the Reduce."""
     computed = ({a.chunk for a in own if isinstance(a, Forward)} for own in plan.actions)
     alone = {min(own) for own in computed if len(own) == 1 < len(plan.actions)}
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
@@ -249,9 +252,9 @@ def _uncovered(plan: ChunkPlan) -> Breaks:
 
 
 def _misplaced(plan: ChunkPlan) -> Breaks:
-    """Yield violations of I2: a sequence keeps one `Place` (sequence-parallel group) of the pool.
-    In a chunk at most one slice on a place has a prefix; branches that share a prefix count as
-    one."""
+    """Yield violations of I2: in all its chunks a sequence stays on one `Place` (sequence-parallel
+    group of the pool). In one chunk, at most one slice of each place continues earlier tokens.
+    Several branches of the same piece count as one slice."""
     place_of: dict[int, Place] = {}
     for index, chunk in enumerate(plan.chunks):
         places = [piece.place for piece in chunk.slices]
@@ -277,8 +280,10 @@ def _misplaced(plan: ChunkPlan) -> Breaks:
 
 
 def _misgrown(plan: ChunkPlan) -> Breaks:
-    """Yield violations of I2 in branches: pieces are laid out depth-first, and no piece continues
-    one that shares a chunk with other branches. Only unsampled plans of one process may branch."""
+    """Yield violations of I2 for sequences that branch. Pieces are laid out depth-first: all pieces
+    that continue a piece follow before the next branch. A piece that shares its chunk with other
+    branches is not continued by any piece. Sequences may branch only in unsampled plans of one
+    process."""
     pieces: dict[int, list[tuple[Slice, int]]] = defaultdict(list)
     for index, chunk in enumerate(plan.chunks):
         for piece in chunk.slices:
@@ -400,10 +405,12 @@ def _mixed_phases(grid: Grid) -> Breaks:
 
 
 def _missing_kv(grid: Grid) -> Breaks:
-    """Yield violations of I5: K,V exist when they are read. Some cells drop their K,V after the
-    last Forward of the sequence, and RebuildKV makes them again: cells that keep only their input,
-    and cells with a RebuildKV that keep attention outputs. K,V of other cells exist until their
-    Backward."""
+    """Yield violations of I5: K,V exist when they are read.
+
+    K,V of most cells exist from their Forward to their Backward. Two kinds of cells drop them after
+    the last Forward of the sequence: those with keep="input", and those with keep="attention" that
+    have a RebuildKV. Their K,V exist again after the RebuildKV.
+    """
     again = {cell for _, _, cell in grid.each(RebuildKV)}
     drops = {
         cell
@@ -629,9 +636,13 @@ def _unequal(
 
 
 def _stalls(grid: Grid) -> Breaks:
-    """Yield violations of I10: no rank waits for ever. Each rank runs until it blocks, in turns,
-    until none advances. A Send never waits, a Recv waits for its message, a collective (or a pass
-    that gathers weights) for all ranks of its stage. Relies on equal orders at both ends (I9)."""
+    """Yield violations of I10: no rank waits for ever.
+
+    All ranks are run in turns, each until it must wait, until none advances. A Send never waits. A
+    Recv waits for its message. A collective waits for all ranks of its stage; so does a pass, if
+    passes gather weights. The check assumes I9: both ends have messages and collectives in the same
+    order.
+    """
     posted: Counter[object] = Counter()
     """Messages sent per channel, and ranks that have entered each collective."""
     ways = grid.ways()

@@ -2,8 +2,8 @@
 
 {"version": 1, "lengths": [[812, 3], [4096, 1]]}     three sequences of 812 tokens, one of 4,096
 {"version": 1, "lengths": [812, 4096, 812, 812]}     the same, for files written by hand
-{..., "calls": [[4096, 812, 700], ...]}              `Lengths.calls` of pairs: tokens of both
-                                                     sequences, and of their shared start
+{..., "calls": [[4096, 812, 700], ...]}              for pairs (`Lengths.calls`): two sequences of
+                                                     4,096 and 812 tokens, the first 700 equal
 """
 
 from __future__ import annotations
@@ -102,9 +102,13 @@ class Call:
     """Number of first tokens that all sequences share."""
 
     def planned(self, size: int) -> tuple[list[int], dict[int, list[tuple[int, int]]]]:
-        """Return the sequence lengths to plan in chunks of `size` tokens, and their branches
-        {sequence: [(start of the branch, token that it continues from)]}. Two sequences that share
-        at least the first chunk become one with a branch, as in `runtime.batch.join_prompts`."""
+        """Return (sequence lengths, branches) to plan this call in chunks of `size` tokens.
+
+        Two sequences that share at least their first chunk are planned as one sequence with a
+        branch, as in `runtime.batch.join_prompts`. The branches are then {0: [(first token of the
+        branch, token that it continues from)]}. Otherwise the lengths are those of the call, and
+        there are no branches.
+        """
         longer, *others = sorted(self.seq_lens, reverse=True)
         if not others or others[0] <= size or self.shared < size:
             return list(self.seq_lens), {}
@@ -158,8 +162,8 @@ class Lengths:
         return self.longest
 
     def buckets(self) -> tuple[LengthBucket, ...]:
-        """Return the sequences in buckets bounded by powers of two, some perhaps empty. Lengths up
-        to `FIRST_BUCKET_TOKENS` share one bucket."""
+        """Return the sequences in buckets by length, which end at powers of two. Some buckets may
+        be empty. The first one takes all lengths up to `FIRST_BUCKET_TOKENS`."""
         buckets = []
         for exponent in range(_exponent(self.counts[0][0]), _exponent(self.longest) + 1):
             upto = 2**exponent

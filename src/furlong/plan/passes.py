@@ -10,11 +10,10 @@ reports its loss. In a plan of two phases every Forward runs to its end, as the 
 outputs.
 
 K,V of a cell are written by its Forward, if a later chunk reads them, and again by each RebuildKV.
-All actions of later chunks of the sequence (if it branches, of descendants) at the same stage read
-them, and the cell's Recompute and Backward need them. They are freed after the last of these
-actions or, if they are written again, after the last one before that. With `keep="input"` and a
-RebuildKV they are freed after the last Forward of the sequence. In a cell without a Backward they
-are freed after the last reader.
+Their readers are all actions of later chunks of the sequence at the same stage (in a sequence that
+branches, only of descendants), and the cell's Recompute and Backward. K,V are freed after their
+last reader. If a RebuildKV writes them again, the first K,V are freed after the last reader before
+it; with `keep="input"` this is the last Forward of the sequence.
 
 The input of a cell after the first stage is allocated when the stage before delivers it. It is
 freed after the last pass that reads it, or replaced by its gradient in the cell's Backward. The
@@ -77,8 +76,9 @@ def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
 
 
 def keep_passes(made: ChunkPlan, first_rank: int, plan: ChunkPlan) -> None:
-    """Cache the passes of `plan` on the plan `made`. The ranks of `made` from `first_rank` on have
-    the action lists of `plan`, perhaps after some actions on parameters (Unshard)."""
+    """Store the passes of `plan` in the cache of the plan `made`, so that they are not computed
+    again. Rank r of `plan` is rank `first_rank` + r of `made`, with the same actions, before which
+    `made` may have Unshards."""
     known: dict[int, tuple[Pass, ...]] = vars(made).setdefault("_passes", {})
     for rank, actions in enumerate(plan.actions):
         ahead = len(made.actions[first_rank + rank]) - len(actions)

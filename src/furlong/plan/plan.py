@@ -154,7 +154,8 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class RebuildKV:
-    """Run a stage's forward without gradients, up to its last K,V projection, to have K,V again."""
+    """Compute K,V of a chunk at a stage again: run the stage's forward without gradients, up to its
+    last K,V projection."""
 
     chunk: int
     stage: int
@@ -278,7 +279,8 @@ class ChunkPlan:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def with_actions(self, actions: tuple[tuple[Action, ...], ...]) -> ChunkPlan:
-        """Return a plan of the same chunks, and their cached properties, with other actions."""
+        """Return a plan with the same chunks and other actions. It takes over cached properties
+        that depend on the chunks alone, so that they are not computed again."""
         made = replace(self, actions=actions)
         # without `report_loss` the rest depends on which chunks have a Forward
         names = _OF_CHUNKS if self.report_loss else _OF_CHUNKS[:3]
@@ -298,7 +300,8 @@ class ChunkPlan:
 
     @cached_property
     def sizes_of_places(self) -> tuple[int, ...]:
-        """Sizes of slices' sequence-parallel groups, ascending; (1,) if no sequence is sharded."""
+        """All sizes of sequence-parallel groups that slices of the plan have, ascending; (1,) if no
+        sequence is sharded."""
         return tuple(sorted({p.place.size for chunk in self.chunks for p in chunk.slices})) or (1,)
 
     @cached_property
@@ -339,8 +342,8 @@ class ChunkPlan:
 
     @cached_property
     def _behind(self) -> dict[int, dict[int, int]]:
-        """Position ids in sequences that branch: seq_id -> {stop of a slice: position id of a token
-        that continues it}."""
+        """Position ids for the pieces of sequences that branch, as {seq_id: {stop: position id}}. A
+        piece that continues the slice which ends at token `stop` begins with this position id."""
         behind: dict[int, dict[int, int]] = {}
         for seq_id in self.trees:
             own = behind[seq_id] = {0: 0}
@@ -350,7 +353,8 @@ class ChunkPlan:
         return behind
 
     def bounds(self, seq_id: int, chunk: int) -> list[Bounds]:
-        """Return (start, stop, end of the piece it continues) of a sequence's slices in a chunk."""
+        """Return one tuple (start, stop, goes_on_from) for each slice of a sequence in a chunk. The
+        slice is tokens [start, stop); it continues the piece that ends at token `goes_on_from`."""
         own = (s for s in self.chunks[chunk].slices if s.seq_id == seq_id)
         return [(s.start, s.stop, s.goes_on_from) for s in own]
 
@@ -361,8 +365,8 @@ class ChunkPlan:
 
     @cached_property
     def links(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each chunk, (seq_id, index of the chunk among the sequence's chunks) of each cut
-        sequence that the chunk holds a piece of."""
+        """For each chunk, a pair (seq_id, i) for each cut sequence that has a piece in the chunk:
+        the chunk is number i among all chunks of this sequence."""
         links: list[list[tuple[int, int]]] = [[] for _ in self.chunks]
         for seq_id, group in self.groups.items():
             for position, index in enumerate(group):
@@ -419,9 +423,9 @@ class ChunkPlan:
 
 
 def _tree_of(group: Sequence[Sequence[Bounds]]) -> Tree:
-    """Return the tree of a sequence's chunks. `group`: bounds of the sequence's slices in each
-    chunk; the slices in one chunk all continue the same piece. Raises KeyError if a slice does not
-    continue the end of an earlier slice."""
+    """Return the tree of a sequence's chunks. `group`: for each chunk, the bounds of the sequence's
+    slices in it, (start, stop, end of the piece it continues); all slices in one chunk continue the
+    same piece. Raises KeyError if a slice does not continue the end of an earlier slice."""
     by_stop, parents = {0: -1}, []
     for number, slices in enumerate(group):
         parents.append(by_stop[slices[0][2]])

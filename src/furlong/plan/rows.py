@@ -1,12 +1,13 @@
 """The rows of a chunk on each process, before and after the all-to-alls of sequence parallelism.
 
-A place is the sequence-parallel group of a slice. A process is in one place of each size. Its level
-on a place is the rows of all slices of a chunk there, concatenated. Before the exchange (an
-all-to-all) each process of the place has an equal part of these rows with all heads; after it, all
-rows with its part of the heads. If the place has more processes than the heads can be divided
-among, it consists of equal subgroups (inner places): queries are exchanged within a subgroup, and
-keys and values gathered from the whole place. Inputs, attention, messages and losses all use these
-rows.
+A place is the sequence-parallel group of a slice. A process is in one place of each size. A `Level`
+is the rows of all slices of a chunk that are on one place, concatenated. Before the exchange (an
+all-to-all) each process of the place has an equal part of these rows, with all heads. After the
+exchange it has all rows, with its part of the heads.
+
+If the place has more processes than the heads can be divided among, it is split into equal
+subgroups (inner places). Queries are then exchanged within a subgroup, and keys and values are
+gathered from the whole place. Inputs, attention, messages and losses all use these rows.
 
     s  processes of the place;  u  processes that divide the heads;  c = s / u  inner places
 """
@@ -27,10 +28,15 @@ RowRun = tuple[int, int, int]
 
 @cache
 def inner_size(size: int, num_heads: int, num_kv_heads: int) -> int:
-    """Return the number of processes in each subgroup (inner place) of a sequence-parallel group of
-    `size`. It is the largest that divides the query heads evenly, with whole K,V heads on each
-    process or one K,V head shared by several. Each subgroup computes attention for its part of the
-    rows, to K,V gathered from the whole group."""
+    """Return the number of processes of each inner place, for a sequence-parallel group of `size`
+    processes. Inner places are equal subgroups, each of which divides the heads among its
+    processes.
+
+    The result is the largest divisor of `size` that divides the query heads evenly and leaves each
+    process with whole K,V heads, or with one K,V head that several share. If it is less than
+    `size`, each inner place computes attention for its part of the rows, to K,V gathered from the
+    whole group.
+    """
     fitting = (n for n in range(gcd(size, num_heads), 1, -1) if gcd(size, num_heads) % n == 0)
     return next((n for n in fitting if num_kv_heads % n == 0 or n % num_kv_heads == 0), 1)
 
@@ -62,8 +68,8 @@ class PlacedSlice:
 
     @property
     def num_pairs(self) -> int:
-        """About twice the number of query-key pairs of the slice, over all processes: a measure of
-        its work."""
+        """A measure of the work of the slice: about twice the number of its query-key pairs, over
+        all processes of its sequence-parallel group."""
         num_tokens = self.keys[1] - self.keys[0]
         return num_tokens * (2 * self.start + num_tokens)
 
@@ -136,7 +142,8 @@ class ChunkRows:
 
     @cached_property
     def own(self) -> Level | None:
-        """The level of the slices that lie on this process alone; None if there are none."""
+        """The `Level` of the slices that lie on this process alone, whose rows are not exchanged;
+        None if there are no such slices."""
         return next((level for level in self.levels if level.size == 1), None)
 
     def runs(self) -> Iterator[tuple[RowRun, int]]:
@@ -182,9 +189,13 @@ def _level(
     slices: Sequence[tuple[int, Slice]], size: int, u: int, member: int, row: int,
     position: Callable[[Slice], int],
 ) -> tuple[Level, list[RowRun]]:  # fmt: skip
-    """Return (level, token runs) of `slices` for process `member` of a group of `size`. The level
-    begins at row `row` of the process; the runs are the tokens that the process has before the
-    exchange. `u`: processes that divide the heads."""
+    """Return (level, runs) of `slices`, all on one place of `size` processes, for process `member`
+    of the place.
+
+    `runs` are the tokens that the process has before the exchange, as (seq_id, start, stop). The
+    level begins at row `row` of the process. `slices`: (index in the chunk, slice) of each. `u`:
+    number of processes that divide the heads.
+    """
     num_inner, own_inner = size // u, member // u
     inners = [_inner_runs([piece for _, piece in slices], b, num_inner) for b in range(num_inner)]
     totals = [sum(stop - start for _, start, stop in runs) for runs in inners]
@@ -222,8 +233,9 @@ def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[Row
 def _placed(
     slices: Sequence[tuple[int, Slice]], runs: Sequence[RowRun], position: Callable[[Slice], int]
 ) -> tuple[PlacedSlice, ...]:
-    """Return the slices of a level as one process has them after the exchange. `runs`: the query
-    tokens of the process's inner place, in row order."""
+    """Return a `PlacedSlice` for each of `slices`: which rows its queries and keys have on a
+    process after the exchange. `runs`: the query tokens of the process's inner place, in row order,
+    as (index of the slice, start, stop)."""
     stretches: list[list[Stretch]] = [[] for _ in slices]
     for (at, start, stop), row in _with_rows(runs):
         piece = slices[at][1]
@@ -240,8 +252,9 @@ def _placed(
 
 
 def _key_runs(inners: Sequence[Sequence[RowRun]]) -> tuple[RowRun, ...]:
-    """Return where the keys of all tokens are, in token order, as runs (inner place, start, stop)
-    of rows of the inner place. `inners`: the query tokens of each inner place, in row order."""
+    """Return an index that puts gathered keys into token order: runs (inner place, start, stop),
+    each of which is rows [start, stop) of the keys of an inner place. `inners`: for each inner
+    place its query tokens, in row order."""
     found = sorted(
         ((at, start), (inner, row, row + stop - start))
         for inner, runs in enumerate(inners)

@@ -24,7 +24,8 @@ per call would be a fifth of the call."""
 
 
 def row_step(device_type: str, sp_size: int = 1) -> int:
-    """Return the step in tokens: slices on `sp_size` processes begin at its multiples."""
+    """Return the step in tokens at which slices may be cut: slices that are sharded over `sp_size`
+    processes should begin at its multiples, which suit GPU kernels. On a CPU the step is 1."""
     return KERNEL_STEP * sp_size if device_type == "cuda" else 1
 
 
@@ -68,9 +69,11 @@ class StoredTokens:
         tree: Tree | None = None,
         block: int | None = None,
     ) -> StoredTokens:
-        """Return the tokens to store of pieces with `lens` tokens, in segments of `per_segment`.
-        With a sliding window of w, only the last w - 1 tokens of a piece are stored; with attention
-        in blocks of `block` tokens, only those of the unfinished block at its end."""
+        """Return which tokens of a sequence a layer stores. The sequence has pieces of `lens`
+        tokens, and segments have `per_segment` tokens. A layer stores all tokens of each piece that
+        a later piece reads. With a sliding window of `window` tokens it stores only the last
+        window - 1 tokens of such a piece; with attention in blocks of `block` tokens, only the
+        unfinished block at its end."""
         is_read = tree.continued if tree else (*(True for _ in lens[1:]), False)
         longest = max(lens, default=0) if window is None else window - 1
         kept = [min(n, longest) if read else 0 for n, read in zip(lens, is_read, strict=True)]

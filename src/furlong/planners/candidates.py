@@ -3,15 +3,19 @@
     for candidate in chunks(space):                     # ascending in candidate.estimate_s
         candidate.options, candidate.plan_of(seq_lens)
 
-Each candidate has two closed forms: `TimeEstimate`, an estimate of its seconds, and `ByteBound`, a
-lower bound on the bytes of the longest sequence. Options that the user has given are fixed. Options
-are skipped if they are dominated (another candidate takes less time and no more memory), or if
-their plans have more (chunk, stage) cells than can be simulated. If keep="all" (whole graphs) fits
-in memory chunk-first, it is not tried layer-first, which takes as long, and only holds dK,dV of
-fewer layers at a time.
+Two formulas rate a candidate without a simulation. `TimeEstimate` estimates its seconds.
+`ByteBound` is a lower bound on the bytes of the longest sequence. Options that the user has given
+are fixed.
 
-With sampling (only drawn chunks have a backward) times are predicted for one draw, the same for all
-candidates. Memory must hold the plan without sampling, as a draw may include all chunks.
+Some options are left out: those that are dominated (another candidate takes less time and no more
+memory), and those whose plans have more (chunk, stage) cells than can be simulated. Options with
+keep="all" (whole graphs) are tried layer-first (each stage for all chunks before the next stage)
+only if no chunk-first plan with them fits. Both orders take as long, but layer-first holds
+gradients of K,V of fewer layers at a time.
+
+With sampling, only randomly drawn chunks have a backward. Times are then predicted for one draw,
+the same for all candidates. Memory must hold the plan without sampling, as a draw may include all
+chunks.
 """
 
 from __future__ import annotations
@@ -78,9 +82,12 @@ KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
 
 
 def chunks(asked: Space, method: str = CHUNKS, **fixed: Any) -> Iterator[Candidate]:
-    """Yield candidates with chunk options for `asked` (a question in one layout of devices), by
-    rising estimated time. `method`: name of the published system whose plans have the options
-    `fixed`. If the user has set one of these options to another value, nothing is yielded."""
+    """Yield candidates with chunk options for the layout of `asked`, by rising estimated time.
+
+    A published system calls this with its name as `method`, and with the options of its plans as
+    `fixed`, such as keep="kv". All other options are tried. Nothing is yielded if the user has set
+    one of the `fixed` options to another value.
+    """
     question, layout = asked.question, asked.layout
     if any(question.options.get(name, value) != value for name, value in fixed.items()):
         return
@@ -123,14 +130,16 @@ def chunks(asked: Space, method: str = CHUNKS, **fixed: Any) -> Iterator[Candida
 
 
 def pairs(space: Space) -> Iterator[Candidate]:
-    """Yield candidates in two phases (all forwards, the caller's loss, all backwards), with a pair
-    of sequences in each call, the fastest first.
+    """Yield the candidates of a run on pairs of sequences, the fastest first. Each call runs a pair
+    in two phases: all forwards, the caller's loss, all backwards.
 
-    Between the phases memory holds the kept tensors of both sequences. From keep="attention"
-    (recomputes no attention) over "kv" (recomputes attention) to "input" (recomputes all forwards)
-    memory falls, whatever the lengths are. All candidates are simulated, as there are few. Which
-    call needs most depends on chunk size: a prompt that both sequences share is planned once, if it
-    fills a chunk.
+    Between the phases memory holds the tensors of both sequences that `keep` names.
+    keep="attention" needs most memory and recomputes no attention; "kv" needs less and recomputes
+    attention; "input" needs least and recomputes all forwards. This holds for any lengths.
+
+    All candidates are simulated, as there are few, with the two calls that may need most memory:
+    the one with most tokens and the one with the longest sequence. The first depends on chunk size:
+    the tokens of a prompt that both sequences share count once if the prompt fills a chunk.
     """
     question, model, num_layers = space.question, space.model, space.model.shape.num_layers
     given, found = question.options, []
@@ -159,11 +168,15 @@ def _plan_call(question: Question, options: ChunkOptions, seq_lens: Sequence[int
 
 
 def bounds_of(space: Space, size: int) -> list[ByteBound]:
-    """Return lower bounds on the bytes that a device needs in chunks of `size` tokens, one for each
-    case that may need most. Without a pipeline: the longest sequence, and a later sequence, which
-    runs when all gradients are in memory. In a pipeline: the first stage and the last. With
-    `reshard` and no pipeline: the replica with the longest sequence, and the replica with most
-    tokens."""
+    """Return lower bounds on the bytes that a device needs in chunks of `size` tokens. Any of them
+    may be the largest, so a plan must satisfy all:
+
+    - without a pipeline: one for the longest sequence, and one for a later sequence, which runs
+      when all gradients are in memory
+    - without a pipeline but with `reshard`, which runs each stage for the whole step: one for the
+      replica with the longest sequence, and one for the replica with most tokens
+    - in a pipeline: one for the first stage, and one for the last
+    """
     layout, stages = space.layout, space.stages
     if space.question.given.get("reshard") and not stages:
         replicas = space.whole or [own for step in space.dealt for own in step]
@@ -247,10 +260,13 @@ def options_of(space: Space, size: int) -> Iterator[ChunkOptions]:
 
 
 def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
-    """Yield the option values of each order to try: chunk-first ({}), then layer-first with stages
-    of 1, 2, 4, ... and all layers. With all layers in one stage, layer-first runs the same actions
-    as chunk-first, but with keep="input" it stores K,V, which chunk-first rebuilds. A pipeline has
-    stages already and is chunk-first."""
+    """Yield one dict of options for each order to try.
+
+    First comes {}, which is chunk-first. Then come layer-first orders, {"order": "layer-first",
+    "stage_layers": n}, for n = 1, 2, 4, ... and the number of all layers. With all layers in one
+    stage, layer-first runs the same actions as chunk-first; only with keep="input" it stores K,V,
+    where chunk-first rebuilds them. In a pipeline, which has stages already, only {} is yielded.
+    """
     given, num_layers = space.question.options, space.model.shape.num_layers
     order, reshards = given.get("order"), given.get("reshard", False)
     if "stage_layers" in given or (reshards and not space.stages):
@@ -294,9 +310,11 @@ def _not_in_stages(space: Space, reshards: bool) -> ConfigError:
 
 
 def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple[Keep, int]]:
-    """Yield (keep, num_retained) to try. One retained graph costs no memory, as the running chunk
-    has a graph anyway. Layer-first retains graphs at the last stage only, so a second graph gains
-    little there, and is not tried."""
+    """Yield the pairs (keep, num_retained) to try: the tensors that chunks keep, and the number of
+    last chunks of a sequence that keep their whole graph instead. If the user has given no number,
+    at least one chunk is retained, at no cost: the running chunk has a graph anyway. Layer-first
+    tries no more than one, since it retains graphs at the last stage only, and a second one gains
+    little there."""
     given = space.question.options
     numbers = [1] if layer_first else [1, *(n for n in _RETAINED if n < num_chunks)]
     if "num_retained" in given:
@@ -313,9 +331,10 @@ def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple
 def _offload(
     space: Space, options: ChunkOptions, num_chunks: int, stages: Sequence[int]
 ) -> Iterator[Offload]:
-    """Yield the offload that the user has given; otherwise no offload, then offloads of more and
-    more kinds of tensors, those with the least traffic first: attention outputs, stage inputs, K,V.
-    Graphs are not offloaded: recomputing them moves fewer bytes."""
+    """Yield the offloads to try. If the user has given an offload, it is the only one. Otherwise no
+    offload comes first, then offloads of one, two or three kinds of tensors. Kinds that cause less
+    traffic are offloaded first: attention outputs, then stage inputs, then K,V; K,V are also tried
+    alone. Graphs are never offloaded, since recomputing them moves fewer bytes."""
     given, lower = space.question.given, space.question.limits.offload_targets
     if "offload" in given:
         yield ChunkOptions(offload=given["offload"]).offloading
@@ -339,11 +358,15 @@ def _offload(
 
 
 def longest_step(space: Space, size: int) -> list[int]:
-    """Return the sequence lengths of one replica's step that needs most memory in chunks of `size`
-    tokens. The longest sequence comes first, then one that fills the rest of its last chunk. In a
-    pipeline, sequences follow whose chunks are in memory at the same time. Without a pipeline, if a
-    step has more tokens than a chunk, one more sequence follows; when it runs, all gradients are in
-    memory."""
+    """Return the sequence lengths of the step of one replica that needs most memory in chunks of
+    `size` tokens, in this order:
+
+    1. The longest sequence.
+    2. A sequence that fills the rest of its last chunk, if the step has one.
+    3. In a pipeline: sequences of one chunk each, as many as are in memory together with it.
+       Without a pipeline, if a step has more tokens than a chunk: one more sequence, which runs
+       when all gradients are in memory.
+    """
     question, has_more = space.question, space.most_tokens > size
     longest, tokens = question.longest, question.size.tokens
     left = (-(-(question.size.sequences or 0) // space.layout.dp) - 1) * longest
@@ -359,10 +382,13 @@ def longest_step(space: Space, size: int) -> list[int]:
 
 
 def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int], set[int]]:
-    """Return {first stage of each kind: number of stages of the kind}, and a set of stages. Stages
-    of one kind have equal layers and head, and so take equal time. The set has the first stage of
-    each kind and the stage after it, which sends gradients to it: estimates need the actions of
-    these only."""
+    """Return (counts, walked) for estimates that time one stage of each kind.
+
+    Stages of one kind have equal layers, so they take equal time. The first and the last stage are
+    kinds of their own: the inputs of the first are token ids, which take no memory, and the last
+    has the head. `counts` is {first stage of a kind: number of stages of the kind}. `walked` is the
+    set of these first stages, and of the stage after each, which sends it gradients.
+    """
     alike = first_alike(shape, stages)
     # the first stage is a kind of its own: its inputs are token ids, which take no memory
     count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
@@ -370,12 +396,13 @@ def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int],
 
 
 class TimeEstimate:
-    """Estimated seconds of given chunks, for any chunk options that have the same chunk size.
+    """Estimated seconds of a step in chunks that are cut already, for any chunk options with this
+    chunk size.
 
-    A group is the chunks of one sequence, or one packed chunk. All its chunks run the same passes,
-    except the last one, whose K,V no later chunk reads, and those that retain their graphs. So the
-    actions of two or three chunks contain all kinds of passes, and the seconds of each kind are
-    summed over all chunks by the cost model.
+    A group is the chunks of one sequence, or one packed chunk. Most chunks of a group run equal
+    passes (forward, recompute, backward). Two differ: the last chunk, whose K,V no later chunk
+    reads, and chunks that retain their graphs. So the actions of two or three chunks show every
+    kind of pass. The cost model then sums the seconds of each kind over all chunks.
     """
 
     def __init__(
@@ -387,9 +414,12 @@ class TimeEstimate:
         stages: tuple[int, ...] = (),
         num_steps: float = 1,
     ) -> None:
-        """`sp_size`: number of processes over which all slices are sharded. `stages`: layers of
-        each stage of a pipeline. `num_steps`: how often the pipeline is filled and drained (below
-        1: for a part of a step)."""
+        """Prepare estimates for the chunks of some steps (`groups`).
+
+        `sp_size`: number of processes over which all slices are sharded. `stages`: layers of each
+        stage of a pipeline. `num_steps`: number of steps that `groups` make up, in each of which
+        the pipeline is filled and drained once; below 1 if `groups` are only a part of a step.
+        """
         self._model, self._num_layers = model, model.shape.num_layers
         self._sp_size, self._stages, self._num_steps = sp_size, stages, num_steps
         behind = np.array([len(group) - 1 - i for group in groups for i in range(len(group))])
@@ -407,14 +437,16 @@ class TimeEstimate:
         self._compute: dict[ChunkOptions, float] = {}
 
     def seconds(self, options: ChunkOptions) -> float:
-        """Return the step's approximate seconds: of computation or copies, whichever is more."""
+        """Return approximately the seconds of a step: the larger of the seconds of computation and
+        the seconds of copies of offloaded tensors."""
         on_device = replace(options, offload="none", sample=None)
         if on_device not in self._compute:
             self._compute[on_device] = self._compute_s(on_device)
         return max(self._compute[on_device], self._copies_s(options))
 
     def _compute_s(self, options: ChunkOptions) -> float:
-        """Return the seconds of computation: of all passes or, for a pipeline, `_filled_s`."""
+        """Return the seconds in which all passes are computed, without copies of offloaded tensors.
+        In a pipeline this includes filling, draining and waits (`_filled_s`)."""
         shape, stages = self._model.shape, self._stages
         few = replace(options, num_retained=min(options.num_retained, 2))
         some = range(2 if options.num_retained < 2 else 3)  # enough for all kinds of passes
@@ -439,10 +471,12 @@ class TimeEstimate:
         """Return the seconds of a pipeline of S stages, including filling, draining and waits.
 
         `passes_s`: (S, 3), for each stage the seconds of all forwards, all backwards and all other
-        passes. The result is the larger of two times: that of the slowest stage, with filling and
-        draining by the others; and that of the last stage, with its waits for the forwards of each
-        group of chunks. Forwards of a group arrive at the pace of the slowest stage. In all groups
-        but the first of a step, the second to the S-th forward arrive later: each waits for a
+        passes. The result is the larger of two times. One is that of the slowest stage: its passes,
+        and the time in which the other stages fill and drain the pipeline. The other is that of the
+        last stage: its passes, and its waits for the forwards of each group of chunks.
+
+        Forwards of a group arrive at the last stage at the pace of the slowest stage. In later
+        groups of a step, the second to the S-th forward arrive later still, as each waits for a
         backward of the previous group. Recomputation waits for nothing.
         """
         num_chunks, num_groups = len(self._behind), len(self._group_sizes)
@@ -466,8 +500,10 @@ class TimeEstimate:
         stages: tuple[int, ...],
         options: ChunkOptions,
     ) -> dict[int, Array]:
-        """Return {stage: array (3,)}: seconds of forwards, backwards and other passes of all
-        chunks. `actions` are those of chunks `some`, a few of one group, which stand for all."""
+        """Return {stage: seconds of all its forwards, all its backwards and all its other passes},
+        each value an array of shape (3,). `actions` lists only the actions of the chunks `some` of
+        one group. The seconds of each of these chunks are summed over all chunks that run the same
+        passes."""
         pieces = tuple(Chunk((Slice(0, i, i + 1),)) for i in some)
         plan = ChunkPlan((len(some),), pieces, stages, (tuple(actions),))
         # chunks are sorted by the number after them: last of a group, retained, others
@@ -533,10 +569,14 @@ class TimeEstimate:
 class ByteBound:
     """Lower bound on the bytes that the longest sequence alone takes, in chunks of one size.
 
-    It is the maximum over several backwards. In the first one of the last stage all kept tensors
-    are in memory; in the second one the gradients of the stage are, too; in one of the first stage
-    the gradients of all stages are. If K,V are offloaded, a later one of the last stage counts,
-    too.
+    The bound is the maximum over these moments:
+
+    - in the first backward of the last stage all kept tensors are in memory
+    - in the second backward of the last stage the gradients of this stage are in memory, too
+    - in a backward of the first of several layer-first stages the gradients of all stages are
+      in memory
+    - with offloaded K,V, in a later backward of the last stage, one more segment (block of tokens)
+      of K,V gradients is on the device
     """
 
     def __init__(
@@ -553,12 +593,18 @@ class ByteBound:
         beside_tokens: int = 0,
         has_gradients: bool = False,
     ) -> None:
-        """`longest`, `size`: tokens of the longest sequence and of a chunk; `others`: tokens of
-        short sequences in the last chunk of the longest; `stage`: the device's stage in a pipeline
-        of `stages`; `ahead_tokens`: tokens of other sequences that have run forward on this stage
-        before; `beside_tokens`: other tokens of the replica's step, if each stage runs for the
-        whole step (`reshard`); `has_gradients`: whether all gradients are in memory from the start,
-        made by an earlier chunk."""
+        """Prepare bounds for `longest` tokens in chunks of `size` tokens.
+
+        Args:
+            others: Tokens of short sequences that share the last chunk of the longest sequence.
+            stages: Layers of each stage of a pipeline; empty without a pipeline.
+            stage: The stage of the pipeline that the device runs.
+            ahead_tokens: Tokens of other sequences that have run forward on the stage before.
+            beside_tokens: Tokens of other sequences in the replica's step, if each stage runs for
+                the whole step (`reshard`).
+            has_gradients: Whether all gradients, made by an earlier chunk, are in memory from the
+                start.
+        """
         memory, shape, sp_size = model.memory(), model.shape, layout.sp
         self._memory, self._size = memory, max(1, size // sp_size)
         self._stages, self._stage, self._ahead_tokens = stages, stage, ahead_tokens
@@ -610,8 +656,9 @@ class ByteBound:
         return self._made[key]
 
     def _static(self, stages: tuple[int, ...], *whole: int) -> int:
-        """Return the bytes in use throughout a step, including buffers of collectives. `whole`: the
-        two stages whose weights are not freed, if weights are freed during a step (`reshard`)."""
+        """Return the bytes in use throughout a step, including buffers of collectives. `whole`:
+        with `reshard`, the two stages whose weights are gathered at this time, so that all others
+        are freed; without `reshard` none is given, and all weights are in memory."""
         key = stages, whole
         if key not in self._static_bytes:
             held = frozenset((self._stage,) if self._stages else range(len(stages)))
@@ -643,9 +690,10 @@ class ByteBound:
     def _at(
         self, options: ChunkOptions, current: int, *, done: int, num_hot: int = NUM_HOT
     ) -> Needs:
-        """Return the bytes in each memory during the last stage's backward of a chunk of `current`
-        tokens, after backwards of `done` tokens. `num_hot`: if K,V are offloaded, number of newest
-        segments (blocks of tokens) whose K,V gradients stay on the device."""
+        """Return the bytes in each memory at one moment: during the backward of a chunk of
+        `current` tokens at the last stage. `done`: tokens whose backward at this stage has run
+        before. `num_hot`: if K,V are offloaded, number of newest segments (blocks of tokens) whose
+        K,V gradients stay on the device."""
         num_layers, tokens = self._num_layers, self._stored + self._last
         stages = stages_of(num_layers, options)
         cell, num_below = self._cell(stages), len(stages) - 1
@@ -738,8 +786,9 @@ class ByteBound:
         return Needs(*map(int, used.values()))
 
     def _stored_tokens(self, height: int, *, seen: bool = False, most: float = inf) -> float:
-        """Return the number of tokens whose K,V are stored, summed over the last `height` layers,
-        at most `most` in each layer. `seen`: count only tokens to which the last chunk attends."""
+        """Return how many tokens have stored K,V in each of the last `height` layers, summed over
+        these layers. A layer counts at most `most` tokens. With `seen` it counts only tokens to
+        which the last chunk attends."""
         if height not in self._kinds:
             first = self._num_layers - height
             attending = zip(self._windows[first:], self._attends[first:], strict=True)

@@ -1,9 +1,11 @@
 """Groups of chunks: cutting, packing and placing sequences.
 
 A group is all pieces of one sequence in order, including branches, or one packed chunk. Groups run
-in list order. These functions sort them by falling number of tokens, since a short sequence before
-a long one interrupts the steady phase of a pipeline (InfiniPipe, III-C). A pool is the `sp_size`
-processes of a rank; a place is the sequence-parallel group within it that holds a slice.
+in list order. The functions here sort groups by falling number of tokens, since a short sequence
+before a long one interrupts the steady phase of a pipeline (InfiniPipe, III-C).
+
+A pool is the `sp_size` processes of one rank of a plan. A place is a sequence-parallel group within
+the pool: the processes, one or more, over which a slice is sharded.
 """
 
 from __future__ import annotations
@@ -41,9 +43,14 @@ Groups = Sequence[Sequence[Chunk]]
 def group_chunks(
     seq_lens: Sequence[int], options: ChunkOptions, forks: Forks | None = None
 ) -> list[list[Chunk]]:
-    """Return the chunks of a batch in groups, stably sorted by falling number of tokens (ChunkFlow,
-    Algorithm 1). The pieces of a sequence longer than a chunk, the last with the remainder, are a
-    group; so is each chunk of packed shorter sequences. `forks`: branches of sequences."""
+    """Return the chunks of a batch in groups, sorted by falling number of tokens; groups with
+    equally many keep their order (ChunkFlow, Algorithm 1).
+
+    A sequence longer than a chunk is cut into pieces of `options.size` tokens, and the last piece
+    has the remainder. These pieces are one group. Shorter sequences are packed into chunks, each of
+    which is a group, or with `options.hybrid` also into the last chunks of cut sequences. `forks`:
+    for sequences that branch, where their branches start.
+    """
     refuse_unusable(seq_lens)
     forks, size = forks or {}, options.size
     groups = [
@@ -84,12 +91,13 @@ def split_equal_work(
     seq_id: int, seq_len: int, num_slices: int, *, quadratic: float = 0.0, linear: float = 1.0,
     step: int = 1,
 ) -> list[Slice]:  # fmt: skip
-    """Cut one sequence into pieces of about equal cost.
+    """Cut one sequence into `num_slices` slices of about equal cost.
 
-    The first x tokens cost f(x) = quadratic * x^2 + linear * x (terms of attention, and of all
-    else). Piece j of n stops where f(x) = j / n * f(seq_len), as in InfiniPipe and Seq1F1B. By
-    default pieces have equal tokens. Bounds are rounded to multiples of `step`, or to tokens if the
-    sequence is too short for that. A sequence with fewer tokens than slices gets fewer slices.
+    The first x tokens cost f(x) = quadratic * x^2 + linear * x: the first term is attention, the
+    second all other work. Slice j of n stops where f(x) = j / n * f(seq_len), as in InfiniPipe and
+    Seq1F1B. By default slices have equal tokens. Bounds are rounded to multiples of `step`, or only
+    to whole tokens if the sequence is too short for `step`. A sequence with fewer tokens than
+    `num_slices` gets one slice per token.
     """
     count = min(num_slices, seq_len)
     if seq_len < count * step:
@@ -150,9 +158,13 @@ it; branches are laid out depth-first."""
 def branch_chunks(
     seq_id: int, seq_len: int, forks: Sequence[tuple[int, int]], chunk_size: int
 ) -> list[Chunk]:
-    """Return the chunks of a sequence that branches, in the order of their first tokens. Branches
-    that start from the same token, fit in a chunk and are not continued themselves are packed
-    together. `forks`: for each branch (its first token, end of the piece that it continues)."""
+    """Return the chunks of one sequence that branches, in the order of their first tokens.
+
+    `forks`: one pair for each branch, (its first token, end of the earlier piece that it
+    continues). For example, forks [(92, 75)] say that tokens from 92 on continue the piece that
+    ends at token 75. Short branches that continue the same piece are packed together into chunks,
+    unless another branch continues them.
+    """
     parents = dict(forks)
     cuts = sorted({0, seq_len, *parents, *parents.values()})
     stretches = [(start, stop, parents.get(start)) for start, stop in pairwise(cuts)]
@@ -214,10 +226,12 @@ def refuse_idle(num_sequences: int, dp_size: int) -> None:
 def place_by_load(
     seq_lens: Sequence[int], work: Sequence[float], *, bucket_tokens: int, sp_size: int
 ) -> list[Place] | None:
-    """Return the place of each sequence, one process or the whole pool; None if they do not fit.
+    """Return the place of each sequence: one process, or the whole pool over which it is sharded.
+    Return None if the sequences do not fit.
 
-    Skrull's RollBack (Algorithm 3) has a wrong sign and omits the other ranks. As corrected here it
-    succeeds whenever all tokens fit into all processes' buckets together.
+    This is Skrull's Algorithm 1. Its step RollBack (Algorithm 3) is corrected here: as printed it
+    has a wrong sign, and leaves out the other ranks that a sharded sequence is on. As corrected it
+    succeeds whenever all processes together have room for all tokens.
 
     Args:
         seq_lens: Tokens of each sequence.
@@ -274,9 +288,10 @@ def shard_all(groups: Groups, sp_size: int) -> list[list[Chunk]]:
 def shard_long(
     groups: Groups, seq_lens: Sequence[int], shape: ModelShape, sp_size: int
 ) -> list[list[Chunk]]:
-    """Return the groups of chunks with pieces of cut sequences sharded over the pool, and whole
-    sequences on one process each as far as this balances the work (`place_by_load`). Up to
-    rounding, a process holds no more tokens than if all sequences were sharded."""
+    """Return the groups of chunks with a place for each slice. Pieces of cut sequences are sharded
+    over the pool of `sp_size` processes. Whole sequences stay on one process each while the process
+    has room (`place_by_load`); the others are sharded, too. A process has room for the tokens that
+    it would hold if all sequences were sharded, up to rounding."""
     work, everywhere = sequence_work(seq_lens, shape), Place(0, sp_size)
 
     def placed(chunk: Chunk) -> Chunk:
@@ -305,9 +320,10 @@ def chunk_by_chunk(
     sp_size: int = 1,
     recompute_layers: int = 0,
 ) -> ChunkPlan:
-    """Return a plan in which each chunk's Backward follows its Forward; `plan.check` does not run.
-    `replicas[d]`: chunks of replica d, which is rank d; `recompute_layers`: number of first layers
-    that are checkpointed."""
+    """Return a plan in which each chunk's Backward directly follows its Forward, and the gradients
+    are reduced at the end. The plan is not checked (`plan.check`). `replicas`: for each rank of the
+    plan, the chunks that it runs. `recompute_layers`: number of first layers that are
+    checkpointed."""
     chunks: list[Chunk] = []
     lists: list[tuple[Action, ...]] = []
     for own in replicas:
@@ -331,10 +347,13 @@ def peak_bytes(
     recompute_layers: int = 0,
     place_size: int | None = None,
 ) -> int:
-    """Return the peak bytes of a device if micro-batches have `device_tokens` tokens per device.
-    This is the larger of the peaks of a step of one micro-batch and a step of two, of which the
-    second runs with the gradients of the first. `place_size`: number of processes over which each
-    slice is sharded; None: the whole pool."""
+    """Return the peak bytes of a device in a step whose micro-batches have `device_tokens` tokens
+    per device.
+
+    Two steps are simulated with `memory`: one of a single micro-batch, and one of two, where the
+    second micro-batch runs when gradients are in memory. The larger peak is returned. `place_size`:
+    number of processes over which each slice is sharded; None: the whole pool.
+    """
     size = sp_size if place_size is None else place_size
     firsts, num_tokens = range(0, sp_size, size), device_tokens * size
     count = len(firsts)
@@ -356,8 +375,9 @@ def peak_bytes(
 
 @lru_cache(maxsize=4096)
 def fitting_tokens(memory: PlanMemory, **sizes: int) -> int:
-    """Return the most tokens per device that fit in memory (Skrull's Eq. 12), 0 if not one fits.
-    `sizes`: keyword arguments of `peak_bytes`. Cached, as it does not depend on the batch."""
+    """Return the most tokens per device with which a micro-batch fits in memory (Skrull's Eq. 12);
+    0 if not even one token fits. `sizes`: keyword arguments of `peak_bytes`. The result is cached,
+    as it does not depend on the batch."""
 
     def left(num_tokens: int) -> int:
         return memory.device_budget_bytes - peak_bytes(memory, num_tokens, **sizes)

@@ -3,9 +3,10 @@
     decision = decide(Question((), model, limits), lengths, size=StepSize(32))
     decision.options, decision.words, decision.predict(plan)
 
-`planners.search` searches and keeps what the user has set. Times are predicted for the first steps
-of a run, or for some of their sequences; the data's longest sequence must fit. `longest_sequence`
-finds the longest sequence that a decision can train.
+The search itself is in `planners.search`; it keeps all options that the user has set. Times are
+predicted for the first steps of a run or, if these are too large, for some sequences of the first
+step. The data's longest sequence must fit. `longest_sequence` finds the longest sequence that a
+decision can train.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ _LONGEST_TOKENS = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """The longest sequence that can be trained."""
+    """Result of `longest_sequence`: the longest sequence that can be trained, and the reason for
+    the limit."""
 
     num_tokens: int
     """Number of tokens; 0 if not even one token fits."""
@@ -71,13 +73,15 @@ class Longest:
 def longest_sequence(
     answer: Answer, *, start: int = 1024, num_positions: int | None = None
 ) -> Longest:
-    """Find the longest sequence that fits in memory, within 1 % or one token. A sequence fits if a
-    plan with the answer's chunk options fits or, if the user has named a method, a plan of this
-    method.
+    """Return the longest sequence that fits in memory, within 1 % or one token.
 
-    `start`: length to try first; `num_positions`: the model's positions; None: unknown. Only the
-    replica that has the sequence is planned, as the others need less. Bytes are piecewise linear in
-    tokens with few bends, so a few plans suffice.
+    A sequence fits if a plan with the chunk options of `answer`, the outcome of a search, fits in
+    memory. If the user has named a method, a plan of this method may fit instead. Only the replica
+    that has the sequence is planned, as the others need less. Bytes grow with tokens along a few
+    straight lines, so a few plans suffice.
+
+    `start`: length to try first. `num_positions`: number of positions that the model supports;
+    None: unknown.
     """
     best, space = answer.best, replace(answer.best.space, beat_s=inf)
     question, memory, limits = space.question, space.model.memory(), space.question.limits
@@ -194,13 +198,19 @@ def decide(
 ) -> Decision:
     """Return the options and the layout of a run over sequences of these lengths.
 
-    `question`: the run's model, devices and given options, without steps. In a run on pairs its
-    `calls` (`choose_calls`) run in two phases on one device: the first of them are timed, and all
-    must fit in memory. `size`: size of a step. `longest`: tokens of the data's longest sequence, if
-    it is not among `lengths`. `steps`: tokens of each sequence of the steps to time; None: drawn as
-    in a run. If no plan is predicted to fit, the decision has small chunks that keep K,V, and its
-    text says so; with `must_fit` ConfigError is raised instead. `alone`: whether advice on memory
-    assumes a fixed number of devices. `tell`, `may_cut_short`: see `search`.
+    If no plan is predicted to fit, the decision has small chunks that keep K,V, and its text says
+    so; with `must_fit` ConfigError is raised instead.
+
+    Args:
+        question: The run's model, devices and given options, without steps. For a run on pairs it
+            has `calls` (see `choose_calls`) in place of steps. Each call runs in two phases on one
+            device. The first of them are timed, and all must fit in memory.
+        size: Size of a step.
+        budget_words: Origin of the memory budget, for the text.
+        longest: Tokens of the data's longest sequence, if it is not among `lengths`.
+        steps: Tokens of each sequence of the steps to time; None: drawn as in a run.
+        alone: Whether advice on memory assumes a fixed number of devices.
+        tell, may_cut_short: See `search`.
     """
     calls, limits, num_devices = question.calls, question.limits, question.num_devices
     if calls:
@@ -260,10 +270,11 @@ def sample_steps(
 ) -> tuple[Sequence[int], StepSize]:
     """Return the tokens of each sequence of a run's first steps, and the size of these steps.
 
-    Returns as many whole steps as the limit on tokens allows. If the first step is too large, it
-    returns some of its sequences, evenly spaced by length, at least one per device. With several
-    devices there are several steps, since a single sequence may decide the time of a step. If
-    `size` bounds the tokens of a step, the returned size has the mean number of sequences.
+    The result has whole steps, as many as have at most about 131,000 tokens per device (counted for
+    at most eight devices). If the first step alone has more tokens, the result is some of its
+    sequences, evenly spaced by length, at least one per device. With several devices there are
+    several steps, since a single sequence may decide the time of a step. If `size` bounds the
+    tokens of a step, the returned size has the mean number of sequences.
     """
     least, most = _MIN_STEPS if num_devices > 1 else 1, max(_MAX_SEQUENCES, num_devices)
     most_tokens = _MAX_TOKENS * min(num_devices, _MOST_TIMES)
@@ -348,9 +359,9 @@ def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
 
 
 def model_of_run(model: CostModel, decision: Decision) -> CostModel:
-    """Return the cost model for plans of all replicas, as a run makes them (a search plans one
-    replica). Depending on `decision`, weights are in CPU memory, or each pass of a pipeline gathers
-    them."""
+    """Return `model` changed for plans of all replicas, as a run makes them. (A search plans one
+    replica alone.) In the result weights are in CPU memory, or each pass of a pipeline gathers
+    them, if `decision` says so."""
     if decision.offload_weights:
         model = replace(model, training=model.training.offloading())
     asked = Question([(1,)], model, Limits(0), given={"reshard": decision.options.reshard})
@@ -359,7 +370,7 @@ def model_of_run(model: CostModel, decision: Decision) -> CostModel:
 
 
 def share_of(model: CostModel, decision: Decision) -> RankWeights:
-    """Return the weights on that process of the run which holds most of them."""
+    """Return the weights that one process of the run holds, for the process that holds most."""
     layout, shape = decision.layout, model.shape
     stages = decision.stages or stages_of(shape.num_layers, decision.options)
     stage_sets = [{stage} for stage in range(layout.pp)] if layout.pp > 1 else [range(len(stages))]

@@ -19,15 +19,18 @@ Differences to the paper: layers are chosen greedily, not by an integer program.
 memory simulation, instead of Eqs. 5 to 10, and seconds from the cost model; only for the mesh is
 the paper's form a1 x^2 + a2 x (Eqs. 1 and 4) fitted to the cost model.
 
-Errata: the window of Eq. 7 (chunks that a stage holds) is one more than the forwards ahead. Eq. 11
-divides its time by the sequence-parallel degree, though it is that of one stage already. As
-printed, the threshold of Algorithm 1 can fall, so that its loop never ends. Here it only rises,
-until a bucket with room for the tokens can take the sequence, and by at most a tenth; beyond that a
-new bucket is opened. (As printed, buckets of tails grow by half in time; with the bound, simulated
-steps take 1 to 2.5 % less.) The last slice of a sequence counts as its tail also if the mesh fits
-exactly, so that its K,V have no reader.
+Errata:
 
-    P stages, K chunks, D = K + P - 1 diagonals of a pipeline, R rows of `Loads` (actions)
+- The window of Eq. 7 (chunks that a stage holds) is one more than the forwards ahead.
+- Eq. 11 divides its time by the sequence-parallel degree, though it is that of one stage already.
+- As printed, the threshold of Algorithm 1 can fall, so that its loop never ends. Here it only
+  rises, until a bucket with room for the tokens can take the sequence, and by at most a tenth. If
+  this is not enough, a new bucket is opened. Without the limit, buckets of tails would grow by half
+  in time; with it, simulated steps take 1 to 2.5 % less.
+- The last slice of a sequence counts as its tail also if the mesh fits exactly: no slice reads its
+  K,V.
+
+    P stages, K chunks, D = K + P - 1 diagonals of a pipeline, R rows of `Loads`
 """
 
 from __future__ import annotations
@@ -87,8 +90,9 @@ MAX_GROWTH = 1.1
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
-    """Yield one candidate for a layout with a pipeline. Its planner searches for a plan whose step
-    takes less than `space.beat_s` seconds."""
+    """Yield one candidate for a layout with a pipeline; for `auto` only if the longest sequence may
+    fit. The candidate's planner returns plans whose step takes less than `space.beat_s` seconds,
+    and raises ConfigError if there are none."""
     question, model = space.question, space.model
     if space.layout.pp == 1 or (question.method == "auto" and not _may_fit(space)):
         return
@@ -245,8 +249,8 @@ class _Cut:
 
     @cached_property
     def _chunks(self) -> ChunkPlan:
-        """A plan of the chunks without actions. Plans that add actions to it share its cached
-        properties."""
+        """A plan that has the chunks but no actions. Plans that add actions to it (`with_actions`)
+        share its cached properties."""
         return self._in_a_row([])
 
     def _in_a_row(self, pipelines: Sequence[GroupsOfPipeline]) -> ChunkPlan:
@@ -286,9 +290,10 @@ class _Cut:
         or None if no division fits with `spare_bytes` free. The overhead of a pipeline is its
         warm-up and cool-down, and a forward of each recomputed layer (Eq. 13).
 
-        A division is a path: its edges (start, stop) are pipelines of groups start to stop - 1, and
-        `found[n]` is the best division of the first n groups. A pipeline may start only at the
-        first group, or where groups have at most half as many chunks as at the previous such place.
+        The division is a shortest path. An edge (start, stop) is a pipeline of groups start to
+        stop - 1, and `found[n]` is the best division of the first n groups. Only some groups may be
+        the first of a pipeline: group 0, and each group that has at most half as many chunks as the
+        previous one of these.
         """
         batch, groups, stages = self.batch, self.groups, self.batch.stages
         cells_s = batch.model.cell_seconds(
@@ -363,11 +368,12 @@ def in_a_row(
 
 @dataclass(frozen=True)
 class Loads:
-    """Bytes by which a pipeline exceeds the memory budget, and what recomputation saves. Each row
-    is an action of a stage that may exceed the budget. Equal rows are merged.
+    """Bytes by which a pipeline exceeds the memory budget, and bytes that recomputation saves. Each
+    row is a moment in a Forward or Backward of a stage at which the budget may be exceeded. Equal
+    rows are merged.
 
-    A diagonal is cells of the schedule that run at the same time. Diagonals that recompute equally
-    many layers form a kind (`kinds_of`); G is the number of kinds.
+    A diagonal is cells of the schedule that run at the same time. Diagonals of one kind recompute
+    equally many layers (`kinds_of`). G is the number of kinds, R the number of rows.
     """
 
     excess_bytes: Array
@@ -399,9 +405,10 @@ class Loads:
     def least_sum(self) -> float:
         """Lower bound on the number of layers to recompute, summed over all diagonals.
 
-        A single row needs the fewest layers that save its excess bytes, taken first from the kinds
-        that save most per layer. Rows without a common kind need the sum of their layers. The bound
-        is the largest such sum, by dynamic programming over the kinds.
+        Each row alone needs a number of layers: the fewest that save its excess bytes, taken first
+        from the kinds of diagonals that save most bytes per layer. If two rows depend on different
+        kinds, both numbers are needed, so they are added. The bound is the largest such sum over
+        any set of rows, by dynamic programming over the kinds.
         """
         most = self.counts * self.heights[:, None]
         order = np.argsort(-self.saved_bytes / self.counts, axis=1)
@@ -431,9 +438,13 @@ class Loads:
 
 
 def kinds_of(groups: Groups, num_stages: int) -> Integers:
-    """Return the kind of each diagonal (D,) of a pipeline; diagonals of one kind recompute equally
-    many layers. In a series of equal groups, the groups after the first `num_stages` share the
-    kinds of their diagonals, so that `choose_layers` does not take longer for a longer series."""
+    """Return the kind of each diagonal of a pipeline, as an array (D,) of numbers from 0. Diagonals
+    of one kind must recompute equally many layers.
+
+    Most diagonals have a kind of their own. The exception is a series of groups with equal chunks:
+    the groups after its first `num_stages` all have the same kinds. So `choose_layers` has no more
+    kinds to choose for in a longer series.
+    """
     places: dict[tuple[Any, ...], int] = {}
     kinds: list[int] = []
     before: tuple[int, ...] = ()
@@ -451,9 +462,13 @@ def kinds_of(groups: Groups, num_stages: int) -> Integers:
 def loads_of(
     plan: ChunkPlan, memory: PlanMemory, kinds: Integers | None = None, spare_bytes: int = 0
 ) -> Loads:
-    """Return the memory excess (`Loads`) of a plan of one pipeline without recomputation, by the
-    memory simulation. Actions may cover only some of the plan's chunks; buffers are sized for all.
-    `kinds`: kind of each diagonal (D,); None: all differ. `spare_bytes`: bytes to leave free."""
+    """Return by how many bytes a plan exceeds the memory budget, by the memory simulation, and what
+    recomputation would save (`Loads`).
+
+    `plan`: one pipeline without recomputation. It may run only some chunks of the batch, but
+    buffers are sized for all of them. `kinds`: kind of each diagonal (D,); None: all differ.
+    `spare_bytes`: bytes to leave free.
+    """
     backwards = np.array([a.chunk for a in plan.actions[0] if isinstance(a, Backward)])
     places, first = np.argsort(backwards), backwards.min()
     last, num_diagonals = len(plan.stages) - 1, len(backwards) + len(plan.stages) - 1
@@ -543,8 +558,9 @@ def _relieved(loads: Loads, by_shares: bool) -> Integers | None:
     felt = np.ascontiguousarray(felt.T)
 
     def weigh(touched: NDArray[np.bool_]) -> None:
-        """Update `reliefs` in `touched` rows that lack bytes, or lacked bytes at the last update;
-        then update `gains`, the sums of `reliefs`."""
+        """Update `reliefs`, the savings of one more recomputed layer, in those `touched` rows that
+        exceed the budget, or did so at the last update. Then update `gains`: the sum of each column
+        of `reliefs`, divided by the number of the kind's diagonals."""
         rows = np.flatnonzero(touched & (is_weighed | (lacking > 0)))
         if not len(rows):
             return
@@ -661,13 +677,15 @@ def pack_balanced(
     most_work: float,
     max_growth: float = MAX_GROWTH,
 ) -> list[list[int]]:
-    """Return the seq_ids of short sequences packed after each tail, then in each new bucket.
+    """Pack short sequences into buckets, and return the seq_ids in each bucket.
 
     Buckets are chunks that take short sequences. The first ones are `tails`, the last chunks of
-    long sequences: (tokens, work) of each. Longest first, each sequence goes to the bucket of least
-    work per token that has room for its tokens and its work. If none has, `most_work` is raised
-    just enough to make room, in all at most by a factor of `max_growth`; beyond that a new bucket
-    is opened. `short`: seq_id -> tokens, at most `most_tokens`.
+    long sequences, in the given order; new buckets follow. Sequences are packed longest first. Each
+    goes to the bucket with least work per token among those that have room for its tokens and its
+    work. If no bucket has room for its work, `most_work` is raised just enough. Once it would
+    exceed `max_growth` times the given value, a new bucket is opened instead.
+
+    `short`: seq_id -> tokens, at most `most_tokens`. `tails`: (tokens, work) of each.
     """
     limit = max_growth * most_work
     tokens, loads = [n for n, _ in tails], [own for _, own in tails]
@@ -694,9 +712,14 @@ def pack_balanced(
 def fit_work(
     model: CostModel, longest: int, num_slices: int, stages: tuple[int, ...], sp_size: int = 1
 ) -> SliceWork:
-    """Return the paper's a1 and a2, fitted to the slowest stage's seconds of forward and backward.
-    Efficiency depends on the size of pieces, so a sequence of `longest` tokens is timed in about
-    `num_slices` equal pieces. A fixed cost per chunk is fitted, too, and dropped."""
+    """Return the coefficients a1 and a2 of the paper's formula, a1 x^2 + a2 x for the first x
+    tokens of a sequence. They are fitted to the seconds of forward and backward at the slowest
+    stage.
+
+    Pieces of different sizes run at different efficiency, so a sequence of `longest` tokens is
+    timed in about `num_slices` equal pieces. A fixed cost per chunk is fitted, too, but not
+    returned.
+    """
     from scipy.optimize import nnls  # half a second to import
 
     slices = []

@@ -32,11 +32,14 @@ def layouts(
 ) -> list[Layout]:
     """Return all layouts of `num_devices` that the model supports, with the given sizes.
 
-    An sp group whose size divides the query heads uses Ulysses. With any other size a group gathers
-    K,V: such layouts come last and, without `gathers`, are returned only if the given sizes allow
-    no others. Recurrent layers need sp 1. A pipeline has at most as many stages as layers, and only
-    one if layers need more than the output of the layer before. `replicate`: a divisor of dp
-    (`require_replicate`). Raises ConfigError, which shows the arithmetic, if no layout is left.
+    - If sp divides the number of query heads, its groups use Ulysses. Otherwise they gather K,V.
+      Such layouts come last in the result; without `gathers` only if there are no others.
+    - Models with recurrent layers need sp 1.
+    - pp is at most the number of layers, and 1 if layers need more than the output of the layer
+      before.
+    - dp is a multiple of `replicate`, the number of groups that each hold all weights.
+
+    Raises ConfigError if no layout is left; its text multiplies the given sizes.
     """
     found = [
         Layout(num_devices // (s * p), s, p)
@@ -69,8 +72,9 @@ def require_replicate(dp: int, replicate: int) -> None:
 
 
 def no_pools(layout: Layout, replicate: int) -> ConfigError:
-    """Return the error for a pipeline with reshard in which a stage's weights cannot be sharded
-    over the sequence-parallel group (pool) of each replica."""
+    """Return the error for a pipeline with reshard that cannot shard weights as reshard needs.
+    There each replica gathers weights within its sequence-parallel group (pool), which must have
+    several processes and hold all weights of a stage."""
     given = f"parallel.reshard = true with {layout}"
     return ConfigError(
         given=f"{given}, parallel.replicate {replicate}" if replicate > 1 else given,
@@ -89,9 +93,9 @@ def replicate_of(layout: Layout, reshards: bool, replicate: int) -> int:
 
 
 def refuse_reshard_alone(num_devices: int, replicate: int = 1, *, offloads: bool = False) -> None:
-    """Raise ConfigError for reshard if each of the `replicate` groups that hold all weights is one
-    device, which has nothing to gather. Reshard is allowed if weights are copied from CPU memory
-    (`offloads`)."""
+    """Raise ConfigError if there is no device to gather weights from, for a run with reshard: each
+    of the `replicate` groups that hold all weights is then a single device. No error is raised with
+    `offloads`, where weights are copied from CPU memory."""
     if num_devices <= replicate and not offloads:
         groups = f"{count_words(replicate, 'group')} of one device"
         raise ConfigError(
@@ -171,9 +175,13 @@ def _cut(
     add: Callable[[Floats, Floats], Floats],
     outside: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the least cost of a cut into stages, and the layers per stage, by dynamic programming.
-    `before[n]`: work of the first n layers; `add`: combines the cost of stages so far with the work
-    of one more; `outside[stop, first]`: whether a stage [first, stop) is not allowed."""
+    """Return (least cost, layers of each stage) of a cut of the layers into `num_stages` stages, by
+    dynamic programming.
+
+    `before[n]`: work of the first n layers. `add(costs, work)`: returns the cost of a cut with one
+    more stage, given the cost without this stage and the work of this stage. `outside[stop,
+    first]`: whether a stage of layers [first, stop) is not allowed.
+    """
     num_layers = len(before) - 1
     work = np.subtract.outer(np.array(before), np.array(before))  # [stop, first]
     costs = np.full(num_layers + 1, inf)

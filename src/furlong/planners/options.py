@@ -1,7 +1,7 @@
 """Chunk options, and a fixed rule for them.
 
-`auto` in a run file means the search of `planners.search`. The fixed rule (`fixed_options`)
-replaces it if there is no data set, or if a model's work cannot be counted.
+`auto` in a run file means the search of `planners.search`. The fixed rule (`fixed_options`) is used
+where no search is possible: without a data set, or for a model whose work cannot be counted.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def fixed_options(max_seq_len: int, given: Mapping[str, Any] | None = None) -> C
 
 
 def option_values(options: ChunkOptions) -> dict[str, Any]:
-    """Return the options as values of a run file, without defaults except for size, num_retained
-    and keep."""
+    """Return the options as keys and values of a run file: always size, num_retained and keep;
+    order and stage_layers if layer-first; reshard if true; offload if any tensor is offloaded."""
     values: dict[str, Any] = {
         "size": options.size, "num_retained": options.num_retained, "keep": options.keep,
     }  # fmt: skip

@@ -2,21 +2,25 @@
 
 A group is the chunks of one sequence, or one packed chunk.
 
-Chunk-first: ChunkFlow's Algorithm 2 (planners/chunkflow.py), group after group, each forward and
-backward through all stages. Layer-first, too, finishes one group before the next, unless `reshard`.
+Chunk-first: ChunkFlow's Algorithm 2 (planners/chunkflow.py). All stages run for one group, forward
+and backward, before the next group begins. Layer-first, too, finishes one group before the next,
+unless `reshard`.
 
-Layer-first: one stage for all chunks of a group, then the next stage. All stages are on one rank,
-so nothing is sent. Between forward and backward a cell keeps its stage input. K,V are stored for
-one stage at a time and rebuilt when the backward reaches it. At the last stage the backward follows
-the forward at once, so its K,V are still there. Only this stage may retain graphs; any other one
-would hold them while all later stages run. With one stage this is SeCO's order, with one layer per
-stage FPDT's. In between, stages of h of L layers hold L/h hidden states and h layers of K,V with
-their gradients per token: the peak is lowest near h = sqrt(L * hidden bytes / K,V bytes per layer).
+Layer-first: within a group, one stage runs for all chunks, then the next stage. All stages are on
+one rank, so nothing is sent. Between forward and backward each (chunk, stage) cell keeps its stage
+input. K,V are stored for one stage at a time, and rebuilt when the backward reaches the stage. At
+the last stage the backward follows the forward at once, so its K,V are still there. Only the last
+stage may retain graphs; any other stage would hold them while all later stages run.
 
-With `reshard`, layer-first runs each stage for all groups before the next. Processes that share
-weights then gather a stage once in the forward and once in the backward, however many chunks there
-are, at the price of the whole batch's hidden states at each stage. Four stages, each gathered (U)
-while the one before it runs and freed (/) so that at most two are whole at a time:
+With one stage layer-first is SeCO's order, with one layer per stage FPDT's. With L layers in stages
+of h layers, memory per token is L/h hidden states, and K,V with their gradients of h layers. The
+peak is lowest near h = sqrt(L * hidden bytes / K,V bytes per layer).
+
+With `reshard`, layer-first runs each stage for all groups before the next stage. Processes that
+share weights then gather a stage once in the forward and once in the backward, however many chunks
+there are. The price is memory for the whole batch's hidden states at each stage. Below are four
+stages. Each is gathered (U) while the one before it runs, and freed (/) so that at most two are
+whole at a time:
 
     U0 U1 F.0 | /0 U2 F.1 | /1 U3 F.2 | F.3 B.3 reduce 3 | /3 U1 B.2 reduce 2 | /2 U0 B.1 ...
 
@@ -24,8 +28,8 @@ State-aware 1F1B (planners/chunkflow.py): plain 1F1B as in Megatron-LM if each g
 Data dependencies have no cycle, and neighbours agree on the order of messages per direction, so
 non-blocking sends and a queue per direction suffice.
 
-Token-level 1F1B: forwards in the order of the groups; backwards last in, first out within a group,
-first in, first out across groups. With N chunks in the longest group, stage s of P runs
+Token-level 1F1B: forwards run in the order of the groups. Backwards run last in, first out within a
+group, and first in, first out across groups. With N chunks in the longest group, stage s of P runs
 P - 1 - s + N - 1 forwards ahead, then one forward and one backward in turn. All chunks keep their
 graphs; a stage holds at most P - 1 - s + N of them, its window.
 
@@ -34,7 +38,8 @@ sequence (F forward, K rebuild K,V, R recompute, B backward). Between the phases
 named by `keep` are held for all chunks, but no graph.
 
 If a replica has p ranks, replica d becomes ranks d * p to d * p + p - 1 of the joined plan. All
-ranks of a stage join its Reduce and, under ZeRO-3 (each pass gathers weights), its passes.
+ranks of a stage take part in its Reduce. Under ZeRO-3, where each pass gathers weights, they take
+part in its passes, too.
 """
 
 from __future__ import annotations
@@ -88,9 +93,11 @@ def schedule_group(
 ) -> list[Action]:
     """Return the actions of one stage for `chunks`: those of one sequence, or one packed chunk.
 
-    The last `num_retained` chunks keep their whole graphs, the others what `keep` names; the first
-    `recompute_layers` layers of each graph are checkpointed. `rebuilds`: values of `keep` that drop
-    K,V, which are then rebuilt before the backwards. Without `backward` there are only forwards.
+    The last `num_retained` chunks keep their whole graphs. The other chunks keep the tensors that
+    `keep` names, and recompute their graphs before their backwards. The first `recompute_layers`
+    layers of each graph are checkpointed. If `keep` is among `rebuilds`, K,V are not stored until
+    the backwards, and RebuildKV actions make them again. Without `backward` there are only
+    forwards.
     """
     if not backward:
         return [Forward(chunk, stage, "input") for chunk in chunks]
@@ -148,8 +155,8 @@ def walk_groups(
 
 
 def _there_and_back(schedules: Sequence[Sequence[Action]]) -> tuple[list[Action], list[Action]]:
-    """Return two lists: the forwards of all `schedules`; all other actions, the last schedule
-    first."""
+    """Return two lists of actions: the forwards of all `schedules`, in order; and all their other
+    actions, those of the last schedule first."""
     ahead: list[Action] = [a for own in schedules for a in own if isinstance(a, Forward)]
     return ahead, [a for own in reversed(schedules) for a in own if not isinstance(a, Forward)]
 
@@ -198,8 +205,9 @@ def state_aware_lists(
 ) -> list[list[Action]]:
     """Return the actions of each rank, with messages, in state-aware 1F1B.
 
-    `numbered`: chunk indices of each group; other arguments: see `schedule_group`. All actions
-    after a group's forwards run where plain 1F1B has the backward of the group's last chunk.
+    The order is plain 1F1B with one change: the backwards of a group of chunks, with their
+    recomputation, all run in the slot of the backward of its last chunk. `numbered`: chunk indices
+    of each group. Other arguments: see `schedule_group`.
     """
     lists = []
     for stage, height in enumerate(stages):
@@ -220,8 +228,9 @@ def state_aware_lists(
 def _interleave(
     forwards: Sequence[Action], bound: Iterable[Sequence[Action]], *, num_ahead: int
 ) -> list[Action]:
-    """Return the 1F1B order: `num_ahead` forwards, then in turn one more forward and the next list
-    of actions in `bound`."""
+    """Return the actions of a stage in 1F1B order: first `num_ahead` forwards, then in turn one
+    more forward and one list of actions in `bound`. `bound` has one list per chunk: the actions
+    that run in the slot of the chunk's backward, possibly none."""
     cells = list(forwards[:num_ahead])
     for place, actions in enumerate(bound):
         cells += forwards[place + num_ahead : place + num_ahead + 1]
@@ -271,9 +280,10 @@ def assemble(
     regathers: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
-    """Return the plan of the ranks' actions `lists`, plus a Reduce for each trained stage.
+    """Return a plan of the actions in `lists` (one list per rank), with a Reduce added for each
+    trained stage.
 
-    RebuildKV is dropped for chunks that no later chunk reads: the last chunk of a branch, and
+    RebuildKV is left out for chunks that no later chunk reads: the last chunk of a branch, and
     chunks of groups that are not pieces of one sequence. `reshard`: insert Unshard and Reshard, so
     that at most two stages have whole weights. `regathers`: each pass gathers and frees its layers'
     weights within its pool. `checked`: whether `plan.check` runs. Other arguments: see `ChunkPlan`.
@@ -360,10 +370,10 @@ def plan_on_device(
     """Return a plan for one device, or for one pool of `sp_size` processes. Without `backward` it
     only runs forward.
 
-    `groups`: chunks to use instead of those that `options` make; `forks`: branches of sequences.
+    `groups`: chunks to use instead of those that `options` make. `forks`: branches of sequences.
     `frozen_layers`: number of first layers in which nothing is trained. Stages within these layers
-    only run forward. The last stage runs backward even then, from the loss, so chunk-first plans,
-    which have one stage, ignore `frozen_layers`. `checked`: whether `plan.check` runs.
+    only run forward. The last stage runs backward in any case, as it has the loss. Chunk-first
+    plans have one stage, so they ignore `frozen_layers`. `checked`: whether `plan.check` runs.
     """
     if options.reshard and options.order == "chunk-first":
         raise ConfigError(
@@ -502,10 +512,10 @@ def plan_replica(
 ) -> ChunkPlan:
     """Return the plan of one replica, whose sequences `options` cut into chunks.
 
-    Each slice is sharded over all `sp_size` processes of the pool. If the model shape `local_in` is
-    given, whole sequences stay on one process instead, as far as this keeps the FLOPs of processes
-    balanced. `stages`: layers of each stage of a pipeline, which runs state-aware 1F1B; without a
-    pipeline `options.order` applies. Other arguments: see `plan_on_device`.
+    Each slice is sharded over all `sp_size` processes of the pool. With a model shape `local_in`,
+    whole sequences stay on one process each where it has room, with FLOPs balanced over processes
+    (`shard_long`). `stages`: layers of each stage of a pipeline, which runs state-aware 1F1B.
+    Without a pipeline `options.order` applies. Other arguments: see `plan_on_device`.
     """
     groups = group_chunks(seq_lens, options, forks)
     if local_in is None:
@@ -534,11 +544,13 @@ def join_replicas(
 ) -> ChunkPlan:
     """Return the plan of the global batch `seq_lens`, joined from the plans of its replicas.
 
-    plans[d] is the plan of replica d for the sequences seq_ids[d], which it numbers from 0. All
-    plans have equal stages, frozen stages, number of ranks, sp_size and offload; if passes gather
-    weights from all replicas, all replicas must run equal passes. A replica without sequences has a
-    dummy plan (`idle_plan`). Raises ConfigError if there is no sequence or layouts differ,
-    ValueError if a plan does not belong to its sequences, PlanError for unequal passes.
+    plans[d] is the plan of replica d for the sequences seq_ids[d], which it numbers from 0. A
+    replica without sequences has a dummy plan (`idle_plan`). All plans must have the same stages,
+    frozen stages, number of ranks, sp_size and offload. If passes gather weights from all replicas,
+    all replicas must also run equal passes.
+
+    Raises ConfigError if there is no sequence or these properties differ, ValueError if a plan does
+    not belong to its sequences, PlanError for unequal passes.
     """
     refuse_idle(len(seq_lens), sum(bool(plan.seq_lens) for plan in plans))
     first = plans[0]
@@ -585,12 +597,13 @@ def join_kept(
     *,
     checked: bool = True,
 ) -> ChunkPlan:
-    """Return the plan of a global batch, joined from the plans of its replicas (`join_replicas`)
-    and from dummy plans of further replicas, up to `num_replicas`.
+    """Return the plan of a global batch on `num_replicas` replicas. The first replicas have the
+    given `plans` (see `join_replicas`), further ones get dummy plans, which compute nothing that
+    counts.
 
-    A plan that gathers no weights itself gets Unshards before its first chunk (`gathered_first`):
-    its replicas then share no collective until gradients are reduced. If passes gather weights,
-    replicas share collectives in each pass.
+    A plan without any gathers of weights gets Unshards before its first chunk (`gathered_first`).
+    Replicas then meet in no further collective until gradients are reduced. If each pass gathers
+    weights, replicas meet in each pass.
     """
     num_idle = num_replicas - len(plans)
     some = [*plans, *[idle_plan(plans[0])] * num_idle]

@@ -1,17 +1,19 @@
 """Planner `places` (not from a paper): whole sequences in micro-batches, each sequence on a
 sequence-parallel group that is chosen for it.
 
-This group, the place of a sequence, is one process of a pool, or an aligned run of processes. A
-micro-batch runs on all processes at once, and is as slow as its slowest process. A setting is a
-number of checkpointed layers; it determines how many tokens a process can hold at a time, and so
-the least number of micro-batches. Settings are tried by rising lower bound on step time. First,
-dual approximation and a greedy heuristic make divisions (the micro-batch and place of each
-sequence); then tabu search improves the best of them.
+This group is called the place of the sequence. It is one process of a pool, or an aligned run of
+processes. A micro-batch runs on all processes at once, and is as slow as its slowest process.
+
+A setting is a number of checkpointed layers. It determines how many tokens a process can hold at a
+time, and so the least number of micro-batches. Settings are tried by rising lower bound on step
+time. A division is a choice of micro-batch and place for each sequence. For each setting, dual
+approximation and a greedy heuristic first make some divisions. Then tabu search improves the best
+of them.
 
 FlexSP (Wang et al., ASPLOS 2025) and Megatron-Core's hybrid context parallelism choose places, too:
-FlexSP with disjoint groups per micro-batch, Megatron-Core by length alone. Here each sequence's
-place is chosen by predicted time: the loads (tokens, attended keys, ...) of sequences add up on a
-process, so one call of `pass_seconds` predicts the times of many placements.
+FlexSP with disjoint groups per micro-batch, Megatron-Core by length alone. Here places are chosen
+by predicted time. The load of a process is a vector (tokens, attended keys, ...), the sum over its
+sequences. So one call of `pass_seconds` predicts the times of many placements.
 
     F entries of a load, K sequences, Z sizes of places, P parts of a step's passes,
     M micro-batches, W processes, N sequences that are moved in one call
@@ -88,10 +90,11 @@ def plan_places(
     budget_bytes: int | None = None,
     num_changes: int = _NUM_CHANGES,
 ) -> ChunkPlan:
-    """Return a checked plan of one rank, a pool of `pool_size` devices.
+    """Return a checked plan of one rank, a pool of `pool_size` devices. The planner chooses the
+    number of checkpointed layers itself.
 
-    `budget_bytes`: memory of a device; None: the machine's. `num_changes`: number of improving
-    moves. All numbers of checkpointed layers are tried. Raises ConfigError if the longest sequence
+    `budget_bytes`: memory of a device; None: the machine's. `num_changes`: number of moves of
+    sequences by which the best division is improved. Raises ConfigError if the longest sequence
     fits in memory on no group of the devices.
     """
     refuse_unusable(seq_lens)
@@ -110,9 +113,12 @@ def plan_places(
 
 
 def _starts(found: Iterable[Setting]) -> list[Division]:
-    """Return initial divisions of sequences, the fastest first, in all settings (numbers of
-    checkpointed layers) whose lower bound beats the best division. Each setting is tried with the
-    fewest possible micro-batches, and with more, since smaller ones balance better."""
+    """Return a few initial divisions of sequences, the fastest first.
+
+    Settings (numbers of checkpointed layers) are tried in the order of their lower bounds on step
+    time, as long as the bound is below the fastest division so far. Each setting is tried with the
+    fewest possible micro-batches, and with more, since smaller ones balance better.
+    """
     starts: list[Division] = []
     for setting in sorted(found, key=lambda setting: setting.least_s(setting.fewest)):
         last, is_first = len(setting.batch.seq_lens), True
@@ -129,13 +135,14 @@ def _starts(found: Iterable[Setting]) -> list[Division]:
 
 
 def starts_of(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> list[Division]:
-    """Return the two best initial divisions of sequences by each heuristic. Tabu search ends in
-    different optima from each.
+    """Return initial divisions of sequences for tabu search, at most two by each heuristic below.
+    Tabu search ends in different optima from different heuristics.
 
     1. Sequence-parallel groups of one size for all sequences (static sequence parallelism).
-    2. Dual approximation (Turek, Ludwig, Tiwari 1994): given a target for the seconds of a process,
-       or for its tokens, each sequence takes the smallest group that stays within the target.
-    3. Greedy.
+    2. Dual approximation (Turek, Ludwig, Tiwari 1994), once with a target for the seconds of a
+       process, once with one for its tokens: each sequence takes the smallest group that stays
+       within the target.
+    3. Greedy, which makes one division. It is left out of large batches if others exist.
     """
     batch, alone_s = setting.batch, setting.alone_s
     lens, sizes = np.array(batch.seq_lens), np.array(batch.sizes)
@@ -202,17 +209,21 @@ class PoolBatch:
 
     @property
     def exchange_rows(self) -> slice:
-        """Entries of a load (a vector of F numbers) that count tokens, one for each group size
-        above 1. The entries before them include the slices on groups of each size; those after them
-        are attended keys."""
+        """Slice of a load vector (F numbers) with the tokens that a process exchanges by
+        all-to-all, one entry for each group size above 1. The entries before this slice are tokens,
+        tokens of gathered K,V, and the number of sequences on groups of each size. The entries
+        after it are attended keys."""
         first = _NUM_PLAIN + len(self.sizes)
         return slice(first, first + len(self.sizes) - 1)
 
     @cached_property
     def passes(self) -> tuple[StageSeconds, StageSeconds]:
-        """Two predictors of the seconds of passes. The first counts everything. The second leaves
-        out minimum times (launches, gathered weights), and reads only as many experts as one token
-        uses, so that the seconds of sequences add up."""
+        """(exact, additive): two predictors of the seconds of passes.
+
+        `exact` counts everything. `additive` leaves out minimum times (launches, gathered weights),
+        and reads only as many experts as one token uses. So its seconds of several sequences on a
+        process are about the sum of the seconds of each.
+        """
         model, layout = self.model, Layout(sp=self.pool_size)
         floorless = replace(
             model,
@@ -229,7 +240,8 @@ class PoolBatch:
         )
 
     def table(self, loads: Array) -> ChunkTable:
-        """Return loads (F, ...) as a `ChunkTable`, from which the cost model computes seconds."""
+        """Return loads as a `ChunkTable`, from which the cost model computes seconds. `loads`: (F,
+        ...), the load (tokens, attended keys, ...) of each of many processes."""
         exchanged, shape = self.exchange_rows, self.model.shape
         counts, windows = loads[_NUM_PLAIN : exchanged.start], self.windows
         keys = loads[exchanged.stop :].reshape(len(counts), len(windows), *counts.shape[1:])
@@ -252,8 +264,8 @@ class PoolBatch:
 
 
 class Setting:
-    """A choice of the number of checkpointed layers, with the tokens that a process can then hold
-    (`device_tokens`), and predictions of the seconds of a pool's batch."""
+    """A number of checkpointed layers, with the tokens that a process can hold if so many layers
+    are checkpointed (`device_tokens`), and predictions of the seconds of a pool's batch."""
 
     def __init__(
         self,
@@ -295,8 +307,10 @@ class Setting:
         return weighted
 
     def least_s(self, num_micro_batches: int) -> float:
-        """Return about a lower bound on the seconds of a step. It is the larger of: all work spread
-        evenly; the slowest sequence on its best group, with all other micro-batches empty."""
+        """Return about the least seconds that a step of this many micro-batches takes. Two times
+        are computed, and the larger is returned: that of all work spread evenly over all processes;
+        and that of the slowest sequence on the group that is best for it, while all other
+        micro-batches are empty."""
         batch = self.batch
         load = batch.added[:, 0].sum(axis=0)[:, None] / (batch.pool_size * num_micro_batches)
         even_s = num_micro_batches * self.seconds(load).sum()
@@ -398,12 +412,12 @@ class Division:
         return float(self.seconds().max(axis=2).sum())
 
     def moves(self, seq_ids: Sequence[int]) -> list[tuple[float, Spot]]:
-        """Return (norm, spot) for each of `seq_ids`, assigned or not. The spot is the best one for
-        the sequence other than its present one. The norm is that of the step with the sequence at
-        this spot, infinite if no spot has room.
+        """Return, for each of `seq_ids`, the best move of this sequence alone, as (norm, spot).
+        `spot` is where the sequence would move: the best spot other than its present one, if it has
+        one. `norm` is the step's norm after the move; infinity if no spot has room.
 
-        The norm is the step time with a p-norm instead of the maximum over processes. Unlike the
-        maximum, it also falls if only one of several equally slow processes gets faster.
+        The norm is about the step time. It has a p-norm over processes where the step time has the
+        maximum. So it also falls if only one of several equally slow processes gets faster.
         """
         batch = self.setting.batch
         before = np.repeat(self.loads[:, None], len(seq_ids), axis=1)  # (F, N, M, W)
@@ -484,8 +498,9 @@ def greedy(setting: Setting, num_micro_batches: int, enough_s: float = inf) -> l
 
 
 def smallest(setting: Setting, is_short: NDArray[np.bool_]) -> Kinds:
-    """Return, for each sequence, the index of the smallest group size that fits in memory and on
-    which it is short enough (`is_short`, (K, Z)); of the largest size if there is none."""
+    """Return the index of a group size for each sequence: the smallest size that fits in memory and
+    satisfies `is_short`, or else the largest size. `is_short`: (K, Z), whether each sequence is
+    short enough (in seconds or tokens) on a group of each size."""
     fits = is_short & setting.fits
     last = len(setting.batch.sizes) - 1
     return tuple(np.where(fits.any(axis=1), fits.argmax(axis=1), last).tolist())

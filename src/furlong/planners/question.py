@@ -4,11 +4,13 @@
     answer = search(question)               # planners/search.py
     answer.best.plan_of(own_seq_lens)       # the plan of one replica
 
-Each published system has a file with `candidates(space)`, which yields its plans in one layout,
-sorted by an estimate of their time.
+A `Question` is all that a search must know, an `Answer` its outcome. Each published system has a
+file with `candidates(space)`. This function yields the system's plans in one layout, sorted by an
+estimate of their time.
 
-On a CPU the device's memory is RAM: `memory.device` is the budget of all RAM that a run takes, so
-`memory.cpu` and offload to cpu raise errors that name them. The disk can always be used.
+If the device is a CPU, its memory is RAM, and `memory.device` is the budget of all RAM that a run
+takes. `memory.cpu` and offload to cpu then have no meaning and raise errors. Offload to disk is
+always possible.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ class Limits:
 
     @property
     def by_memory(self) -> dict[str, int | None]:
-        """Limit of each memory by its `memory` key in a run file; for the device all but the
-        margin."""
+        """Limits in bytes, {"device": ..., "cpu": ..., "disk": ...}, named as under `memory` in a
+        run file. The margin of the device is subtracted."""
         return {"device": self.limit_bytes, "cpu": self.cpu_bytes, "disk": self.disk_bytes}
 
     @property
@@ -119,11 +121,12 @@ def advice(
     alone: bool = False,
     memory: str = "",
 ) -> str:
-    """Return advice for a plan on `num_devices` that needs too much memory.
+    """Return advice for a user whose plan on `num_devices` needs too much memory.
 
-    `part`: the part of memory that takes most (such as `state` or `kv`), or a memory's name if no
-    part is known; `memory`: name of the memory that `part` is in; `given`: options that the user
-    has given; `alone`: whether the number of devices is fixed.
+    `part`: the largest part of memory, such as `state` (weights, gradients, optimizer) or `kv`; or
+    a memory's name, if no part is known. `memory`: name of the memory that `part` is in. `given`:
+    options that the user has set, and may leave out. `alone`: whether the number of devices is
+    fixed, so that a larger memory is advised instead of more devices.
     """
     ways = ["use more devices" if num_devices > 1 else "use several devices"]
     if alone:
@@ -229,7 +232,8 @@ class Question:
         return replace(self, steps=[seq_lens], size=StepSize(), weight=0.0)
 
     def call_of(self, seq_lens: Sequence[int]) -> Call:
-        """Return the call in `calls` with these lengths, or a new one without a shared prompt."""
+        """Return the call in `calls` whose sequences have these lengths; of several, the one with
+        the shortest shared prompt. If there is none, return a new call without a shared prompt."""
         lens = tuple(seq_lens)
         alike = (call for call in self.calls if call.seq_lens == lens)
         return min(alike, key=lambda call: call.shared, default=Call(lens))
@@ -244,8 +248,8 @@ class Question:
         }
 
     def keys_of(self, names: Iterable[str]) -> list[str]:
-        """Return the run-file keys of the options `names`. If weights are offloaded, `offload`
-        stands for order and reshard, which follow from it."""
+        """Return the run-file keys of the options `names`. If weights are in CPU memory, order and
+        reshard follow from that, so `offload` is returned in their place."""
         away = ("order", "reshard") if self.model.training.offload_weights else ()
         return list(dict.fromkeys("offload" if name in away else key_of(name) for name in names))
 
@@ -320,8 +324,9 @@ class Question:
         return replace(self, model=model, given=given)
 
     def resharding(self, layout: Layout, reshard: bool = True) -> Question:
-        """Return this question for plans that free the weights of stages or, without `reshard`,
-        keep all weights."""
+        """Return a copy of this question with the option `reshard` set to True or False: whether
+        plans free the weights of stages during a step. True without a pipeline needs layer-first,
+        so this is set, too."""
         order = {"order": "layer-first"} if reshard and layout.pp == 1 else {}
         return replace(self, given={**self.given, **order, "reshard": reshard})
 
@@ -341,16 +346,18 @@ class Question:
         )
 
     def resharded(self, layout: Layout) -> RankWeights:
-        """Return the weights on a device, without a pipeline, if it frees the weights of stages
-        during a step (reshard). Stages have the fewest layers that the given options allow."""
+        """Return the weights that each device holds in plans without a pipeline that free the
+        weights of stages during a step (reshard). Stages are assumed as small as the user's options
+        allow: of `stage_layers` layers if given, else of one layer."""
         model, size = self.model_of(layout), layout.dp * layout.sp
         stages = stage_heights(model.shape.num_layers, self.given.get("stage_layers", 1))
         held = frozenset(range(len(stages)))
         return model.training.weights(model.shape, stages, held, size)
 
     def model_of(self, layout: Layout) -> CostModel:
-        """Return the cost model of one replica's plan in a layout. The state of a stage is sharded
-        over replicas and pools as in a run."""
+        """Return the cost model for the plan of one replica in a layout. In it, weights, gradients
+        and optimizer of a stage are sharded over replicas and sequence-parallel groups in the same
+        way as in a run."""
         zero: ZeroStage = 1 if layout.dp * layout.sp > 1 else 0
         reshards = bool(self.given.get("reshard"))
         replicate = replicate_of(layout, reshards, self.model.training.replicate)
@@ -369,7 +376,8 @@ PlanOf = Callable[[Sequence[int]], ChunkPlan]
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """A search's question in one layout of its devices."""
+    """A search's question together with one layout of its devices. Planners take a space and yield
+    candidates for it."""
 
     question: Question
     layout: Layout
@@ -418,7 +426,8 @@ class Space:
 
     @property
     def _is_regular(self) -> bool:
-        """Whether all replicas are spread over nodes in the same way."""
+        """Whether all replicas are spread over nodes in the same way, so that equal work takes each
+        of them equally long."""
         layout, node = self.layout, self.model.hardware.links.devices_per_node
         of_stage, is_divided = layout.dp * layout.sp, layout.sp % node and node % layout.sp
         is_alike = layout.pp == 1 or of_stage % node == 0 or layout.num_devices <= node
@@ -437,9 +446,9 @@ class Space:
         return sum(n * self._step_s(self.model, plan_of(lens)) for lens, n in count.items())
 
     def step_s(self, plan_of: PlanOf, beat_s: float = inf) -> float:
-        """Return the mean seconds of a step including the optimizer's step, with the plans of all
-        replicas joined as in a run. Return infinity as soon as a lower bound, the time of some of
-        the replicas alone, reaches `beat_s`."""
+        """Return the mean seconds of a step, including the optimizer's step. The plans of all
+        replicas are joined as in a run. Return infinity once the step is known to take at least
+        `beat_s`, which the plans of a few replicas may show."""
         model, total_s, part = whole_model(self.model), 0.0, min(1.0, self.question.weight)
         for lens, times in Counter(self.dealt).items():  # equal steps are timed once
             if len(set(lens)) == 1 and len(lens) == self.layout.dp and self._is_regular:
@@ -458,14 +467,16 @@ class Space:
         return total_s
 
     def _step_s(self, model: CostModel, plan: ChunkPlan) -> float:
-        """Return what a plan's step contributes to the mean step time. If the plan covers only part
-        of a step, its time is scaled up to the whole step."""
+        """Return the part of the mean step time that a plan's step makes up. If several steps are
+        timed, its seconds are divided by their number. If the plan covers only a part of one step,
+        its seconds are scaled up to the whole step."""
         weight = self.question.weight
         return min(1.0, weight) * step_s(model, plan, times=max(1.0, weight))
 
 
 def _joined(plans: Sequence[ChunkPlan], num_replicas: int = 0) -> ChunkPlan:
-    """Return the plan of all replicas, joined as in a run, unchecked, for simulation only."""
+    """Return one plan of several replicas, joined from their `plans` as in a run, with dummy plans
+    of further replicas up to `num_replicas`. It is unchecked, for simulation only."""
     stops = accumulate(len(plan.seq_lens) for plan in plans)
     own_ids = [list(range(n - len(p.seq_lens), n)) for p, n in zip(plans, stops, strict=True)]
     seq_lens = [n for plan in plans for n in plan.seq_lens]
@@ -510,7 +521,8 @@ class Candidate:
         return self.space.layout
 
     def trial(self, seq_lens: Sequence[int]) -> ChunkPlan:
-        """Return a plan for simulation only."""
+        """Return the candidate's plan for these sequences, unchecked where possible, for simulation
+        only."""
         return (self.unchecked or self.plan_of)(seq_lens)
 
 
@@ -557,9 +569,12 @@ class Answer:
 
     @property
     def nearest(self) -> tuple[Candidate | None, Layout]:
-        """(candidate closest to fitting, its layout). The candidate is None if none was simulated,
-        or if a layout in which weights, gradients and optimizer alone do not fit lacks fewer
-        bytes."""
+        """(candidate, layout): the candidate closest to fitting, and its layout.
+
+        In some layouts not even weights, gradients and optimizer fit, so that no candidate was
+        simulated. If such a layout lacks fewer bytes than the candidate, the result is (None, this
+        layout). If no candidate was simulated in any layout, the candidate is None as well.
+        """
         question, limits, refused = self.question, self.question.limits, self.refused
         too_large = sorted(self.too_large, key=lambda pair: pair[1])
         least = limits.lacking(refused[0].needs) if refused else inf
@@ -572,7 +587,8 @@ class Answer:
 
     @property
     def by_options(self) -> Candidate | None:
-        """The simulated candidate with the run's options; None if a named method has own chunks."""
+        """The simulated candidate that cuts chunks by the options of `options`, in the chosen
+        layout. None if there is none, as for a named method that does not use these options."""
         layout, options = self.best.layout, self.best.options
         return next(
             (c for c in self.tried if c.longest and (c.layout, c.options) == (layout, options)),

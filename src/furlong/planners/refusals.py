@@ -71,9 +71,9 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
 
 
 def _largest_below(trial: Candidate, question: Question) -> tuple[str, str]:
-    """Return (the larger of the two parts of CPU memory, text on the bytes of both) for a plan with
-    offloaded weights. The parts are `state` (weights, gradients, optimizer) and `cpu` (kept
-    tensors)."""
+    """Return (part, text) for a plan with weights offloaded to CPU memory. `part` is the larger of
+    two parts of CPU memory: "state" (weights, gradients, optimizer) or "cpu" (kept tensors). `text`
+    names the bytes of both."""
     own = question.resharded(trial.layout)
     kept = trial.needs.cpu_bytes - own.host_bytes
     words = f"weights, gradients and optimizer {format_bytes(own.host_bytes)}"

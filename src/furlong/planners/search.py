@@ -124,10 +124,12 @@ METHODS: Mapping[str, Method] = {
 
 
 def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool = False) -> Answer:
-    """Search for the fastest plan of `question.method` that fits.
+    """Return the outcome of a search for the fastest plan of `question.method` that fits.
 
-    On one device, the plan that needs least memory is chosen among about equally fast ones. If none
-    fits, the search is repeated with four times as many chunks and cells; if still none fits,
+    On one device, of all plans that are about as fast as the fastest, the one that needs least
+    memory is chosen. If no plan fits, a second search allows four times as many chunks and (chunk,
+    stage) cells. If still none fits, both searches are repeated with weights, gradients and
+    optimizer in CPU memory, where the user's options allow this. If none fits even so,
     `Answer.tried` is empty.
 
     `tell`: called with words for the progress. `may_cut_short`: whether a KeyboardInterrupt ends
@@ -178,8 +180,13 @@ def _searched(question: Question, tell: Tell, may_cut_short: bool) -> Trials:
 
 
 def own_method(space: Space) -> str | None:
-    """Return the method with own chunks that `auto` tries in a layout besides chunk options, or
-    None. Skrull is omitted, as its plans are special cases of plans of `places`."""
+    """Return the name of the method that `auto` tries in a layout in addition to chunk options:
+    `places` without a pipeline, `infinipipe` in a pipeline. Both cut sequences into chunks
+    themselves. (Skrull does, too, but its plans are special cases of those of `places`.)
+
+    Return None on one device, and if the user has named a method or set chunk options (in a
+    pipeline, other than reshard).
+    """
     question, layout = space.question, space.layout
     others = [name for name in question.options if name != "reshard" or layout.pp == 1]
     if question.method != "auto" or others or layout == ONE_DEVICE:
@@ -242,10 +249,13 @@ class Trials:
         return self.question.limits.hold(needs)
 
     def nearness(self, needs: Needs) -> tuple[int, int]:
-        """Return a sort key, least for the plan closest to fitting: (0, bytes lacking in all
-        memories). If weights are in CPU memory, the first entry is the bytes lacking outside CPU
-        memory: weights are there because the device cannot hold them, so a plan that takes less
-        RAM, but more of the device, is not closer."""
+        """Return a sort key (first, lacking), which is least for the plan closest to fitting.
+
+        `lacking` is the bytes above the limits, summed over all memories. `first` is 0 if weights
+        are on the device. If weights are in CPU memory, `first` is the bytes above the limits
+        outside CPU memory. Weights are there because the device cannot hold them, so a plan that
+        takes less RAM but more of the device is not closer.
+        """
         limits = self.question.limits
         lacking = limits.lacking(needs)
         if not self.question.model.training.offload_weights:
@@ -362,9 +372,13 @@ def _refuse_partial(trials: Trials) -> bool:
 
 
 def _whole_plans(question: Question, candidate: Candidate) -> list[ChunkPlan]:
-    """Return plans of whole steps that must fit in memory, too. Without a pipeline or resharding
-    the list is empty, since the longest sequence decides; but a named method with own chunks has
-    plans. If `auto` chose a method with own chunks, the plans use its fallback chunk options."""
+    """Return plans of whole steps that must fit in memory, in addition to the longest sequence.
+
+    Such plans are needed in a pipeline, with reshard, and for a named method that makes its own
+    chunks. In all other cases the longest sequence decides, and the list is empty. If `auto` chose
+    a method that makes its own chunks, in a pipeline, the plans use the chunk options that replace
+    the method where it has no plan.
+    """
     space, is_named = candidate.space, candidate.method == question.method
     plan_of: PlanOf = candidate.trial
     if candidate.options.reshard and space.layout.pp == 1:
@@ -385,9 +399,13 @@ def _asked(candidate: Candidate) -> PlanOf:
 
 
 def _beside(trials: Trials, layout: Layout) -> list[Candidate]:
-    """Return a layout's fitting candidates with chunk options, the fastest first. One replica can
-    use their options in a step in which another replica uses a method with own chunks: such methods
-    keep K,V on the device, and all replicas of a step must have the same stages."""
+    """Return the candidates of a layout that fit and whose chunk options can be used beside a
+    method that makes its own chunks, the fastest first.
+
+    One replica of a step may run such a method while another one runs chunk options. All replicas
+    must then have the same stages, and the same offload. These methods keep K,V on the device, so
+    the options must do so, too.
+    """
     fitting = [
         one
         for one in trials.fitting
@@ -401,9 +419,13 @@ def _beside(trials: Trials, layout: Layout) -> list[Candidate]:
 
 
 def _options_beside(trials: Trials, candidate: Candidate) -> ChunkOptions:
-    """Return the chunk options for evaluations, and for batches that a method with own chunks has
-    no plan for: the fastest ones that fit; if none was tried, the first by estimate that fit, or
-    else the ones closest to fitting by their bounds."""
+    """Return the chunk options that a run uses if `candidate`, a method that makes its own chunks,
+    is chosen. The run needs them for evaluations, and for batches that the method has no plan for.
+
+    They are the fastest options that fit, if any have been tried (`_beside`). Otherwise a few
+    options are simulated, in the order of the bytes that they lack by their bounds, then of
+    estimated time. The first that fit are returned or, if none fit, the first of all.
+    """
     if beside := _beside(trials, candidate.layout):
         return beside[0].options
     lacking = trials.question.limits.lacking
@@ -511,8 +533,13 @@ def _is_long(candidate: Candidate) -> bool:
 
 
 def _try(trials: Trials, candidate: Candidate, beat_s: float) -> float | None:
-    """Simulate a candidate. Return None if its plans do not fit in memory, else the mean seconds of
-    a step; or only those of its busiest replica, a lower bound, if they reach `beat_s`."""
+    """Simulate a candidate. Return the mean seconds of a step, or None if its plans do not fit in
+    memory.
+
+    If the busiest replica alone takes `beat_s` or longer, the other replicas are not planned, and
+    the seconds of the busiest one are returned, a lower bound. For a method that makes its own
+    chunks, None is returned in this case, and if it has no plan.
+    """
     space, layout, question = candidate.space, candidate.layout, trials.question
     exact, sampling = cache(candidate.trial), candidate.options.sampling
     plan_of: PlanOf = cache(lambda lens: one_draw(exact(lens), sampling))
@@ -567,7 +594,9 @@ def _num_actions(plans: Iterable[ChunkPlan]) -> int:
 
 
 def _try_least(trials: Trials) -> None:
-    """Find the plan closest to fitting, for the message that no plan fits."""
+    """Simulate the candidates that may be closest to fitting, after a search in which nothing fits.
+    The results are in `trials.refused`; error messages name the closest one. If a candidate does
+    fit, the search has a plan after all."""
     most = trials.num_actions + 2 * _MAX_ACTIONS
     bounded = [one for one in trials.offered if one.longest]
     bounded.sort(key=lambda one: (trials.nearness(one.least), sum(one.least), one.estimate_s))
@@ -737,8 +766,9 @@ class BatchPlans:
     def _plan_by_name(
         self, seq_lens: Sequence[int], plan: ChunkPlan, options: ChunkOptions
     ) -> ChunkPlan:
-        """Return the plan of the method that the user has named. Each time that chunks were halved
-        after an out-of-memory step, the memory budget of the method falls by a tenth."""
+        """Return the plan of the method that the user has named. A run halves its chunks after a
+        step that is out of memory. This method makes its own chunks, so its memory budget falls
+        instead: by a tenth for each time that chunks were halved to those of `options`."""
         question = self.space.question
         method, limits = question.method, question.limits
         if plan.frozen_stages:

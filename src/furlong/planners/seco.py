@@ -1,10 +1,12 @@
 """SeCO: a forward of all chunks without gradients, then each again with its backward, descending.
 
 Li et al., Findings of ACL 2025 (arXiv 2505.16710), Algorithm 1 for Eqs. 1 to 3. The first pass
-keeps only the K,V of each chunk. Then chunk i is recomputed with K,V of 1..i-1 as leaves, its own
-K,V receive the gradients that later chunks sent, and its backward adds to gradients of the weights
-and of earlier K,V. This is ChunkFlow's order without a retained chunk, not even the last one:
-1 + 1 + 2 units of time where a whole sequence takes 3, and one chunk's graph at a time in memory.
+keeps only the K,V of each chunk. Then chunk i is recomputed, with K,V of chunks 1..i-1 as leaves of
+its graph. Later chunks have already sent gradients to the K,V of chunk i. The backward of chunk i
+adds to gradients of the weights, and of the K,V of earlier chunks.
+
+This is ChunkFlow's order without a retained chunk: even the last chunk is recomputed. It takes
+1 + 1 + 2 units of time, where a whole sequence takes 3. Memory holds one chunk's graph at a time.
 
 Errata of the code: its loss is divided by all tokens, though the last one has no label.
 

@@ -38,9 +38,12 @@ def cost_model_of(
     *,
     calibrate: bool = True,
 ) -> CostModel:
-    """Return the cost model of one of a run's devices. `calibrate`: use the machine's calibration,
-    if there is one. `packed`: see `training_of`. Raises ConfigError for a damaged calibration, and
-    for 4-bit weights that are to be offloaded to CPU memory."""
+    """Return the cost model of one of a run's devices.
+
+    `packed`: the quantization_config of a model that is saved in 4 bits; None for other models.
+    `calibrate`: use the machine's calibration, if there is one. Raises ConfigError for a damaged
+    calibration, and for 4-bit weights that are to be offloaded to CPU memory.
+    """
     training = with_optimizer(training_of(config.model, packed), config.train, shape)
     if num_devices > 1 or not config.train.is_of_pairs:  # runs on pairs are planned for one device
         training = replace(training, replicate=config.parallel.replicate)
@@ -151,9 +154,10 @@ def with_optimizer(training: Training, settings: TrainConfig, shape: ModelShape)
 
 
 def given_options(config: RunConfig) -> dict[str, Any]:
-    """Return the options that a run file gives, with those that they imply. Weights in CPU memory
-    imply reshard. Layer-first is implied by stage_layers, by weights in CPU memory and, without a
-    pipeline, by reshard. Raises ConfigError for a sample whose keys contradict each other."""
+    """Return the options that a run file gives, with the options that follow from them. Weights in
+    CPU memory imply reshard. Layer-first follows from stage_layers, from weights in CPU memory, and
+    from reshard without a pipeline. Raises ConfigError if keys of `chunks.sample` contradict each
+    other."""
     chunks = config.chunks
     values = chunks.model_dump(include={*SEARCHED_OPTIONS, "stage_layers"})
     values |= {"offload": kept_offload(config.offload)}

@@ -1,19 +1,24 @@
 """Skrull: micro-batches of whole sequences, each on one device or sharded over a group.
 
-Xu et al., NeurIPS 2025 (arXiv 2505.19609). Global data scheduling (GDS, Algorithm 2 for Eqs. 8 to
-11) balances the work over the replicas (`chunks.by_cost`) and divides the sequences of each replica
-into as few micro-batches as memory allows, with long and short ones mixed: each takes every m-th
-sequence by rising length (`micro_batches`). Placement (DACP, Algorithm 1 for Eqs. 1 to 7:
-`chunks.place_by_load`) then decides for each micro-batch which sequences stay local, each on the
-process with least work, or with most room. If none has room, the shortest local sequence of the
-fullest process is sharded after all. Work is the model's FLOPs (Eq. 13, with the model's constants,
-and causal attention halved), room is the free memory (Eq. 12). A micro-batch is one chunk of a
-one-stage plan; replicas may have different numbers of them.
+Xu et al., NeurIPS 2025 (arXiv 2505.19609).
+
+Global data scheduling (GDS, Algorithm 2 for Eqs. 8 to 11) balances the work over the replicas
+(`chunks.by_cost`). It then divides the sequences of each replica into as few micro-batches as
+memory allows, with long and short ones mixed: each takes every m-th sequence by rising length
+(`micro_batches`). A micro-batch is one chunk of a one-stage plan; replicas may have different
+numbers of them.
+
+Placement (DACP, Algorithm 1 for Eqs. 1 to 7: `chunks.place_by_load`) decides for each micro-batch
+which sequences stay local. Such a sequence goes to the process with least work or, if it does not
+fit there, to the one with most room. If no process has room for it, the shortest local sequence of
+the fullest process is sharded after all. Work is the model's FLOPs (Eq. 13, with the model's
+constants, and causal attention halved). Room is the number of further tokens that fit in memory
+(Eq. 12).
 
 Errata: RollBack (Algorithm 3) prints a wrong sign and omits the other ranks: as printed it always
-fails. As corrected here placement succeeds whenever all tokens fit into the buckets (tokens that a
-process can hold) together. Algorithm 2 restarts its loop where the loop should end; numbers of
-micro-batches are tried from the ceiling of tokens over room up to one per sequence.
+fails. As corrected here, placement succeeds whenever all processes together have room for all
+tokens. Algorithm 2 restarts its loop where the loop should end. Here numbers of micro-batches are
+tried from the ceiling of tokens over room up to one per sequence.
 
 Placement does not use the cost model: a sequence stays local wherever it has room.
 `planners.places` places by predicted seconds. As few layers as possible are recomputed (our

@@ -1,10 +1,11 @@
 """SpaCO: backwards of drawn chunks only, with factors that make up for the chunks left out.
 
-Li et al., Findings of ACL 2025 (arXiv 2505.16710), Algorithm 2. Forwards are exact; only the choice
-of the gradient's paths is random (Eqs. 2 to 5). A path leads from a chunk's loss back through the
-K,V of h earlier chunks; it remains if all h + 1 chunks are drawn (Eq. 6). A Backward multiplies the
-gradient of its own loss by a, and dK,dV from later chunks by c, so the path has the weight a c^h.
-The gradient is unbiased if a c^h times the probability that the path remains is 1 (Eq. 6).
+Li et al., Findings of ACL 2025 (arXiv 2505.16710), Algorithm 2. Forwards are exact. Only the
+gradient is sampled: it is a sum over paths, of which some are left out at random (Eqs. 2 to 5). A
+path leads from a chunk's loss back through the K,V of h earlier chunks. It remains if all h + 1
+chunks are drawn (Eq. 6). A Backward multiplies the gradient of the chunk's loss by a, and dK,dV
+from later chunks by c, so the path has the weight a c^h. The gradient is unbiased if, for each
+path, a c^h times the probability that the path remains is 1 (Eq. 6).
 
     unbiased   each chunk i independently, with any probability p_i > 0, a = c = 1/p_i: unbiased for
                every h. Proof by induction from the last chunk down: given the draws of later
@@ -16,12 +17,13 @@ The gradient is unbiased if a c^h times the probability that the path remains is
                gradients, so a common factor has no effect, and the paper's runs train
 
 Errata: Eqs. 8 to 10 compensate by (k/n)^p, as if chunks were drawn independently, and count one
-chunk too few in a path that begins at the loss; no constant a and c are unbiased for h = 0, 1, 2
-when exactly n chunks are drawn. Algorithm 2 lacks the factor of the loss, and visits drawn chunks
+chunk too few in a path that begins at the loss. When exactly n chunks are drawn, no constant a and
+c are unbiased for h = 0, 1 and 2. Algorithm 2 lacks the factor of the loss. It visits drawn chunks
 in any order, though it must descend. Its condition "chunks >= layers" must be layers + 1.
 
-Ours: `unbiased`; sampling in any plan, not only SeCO's; chunks that no drawn chunk reads are not
-computed unless the whole loss is reported. `seco.sampled_candidates` yields plans of method spaco.
+Our additions: the rule `unbiased`; sampling in any plan, not only SeCO's. Chunks that no drawn
+chunk reads are not computed, unless the whole loss is reported. `seco.sampled_candidates` yields
+plans of method spaco.
 """
 
 from __future__ import annotations
@@ -236,15 +238,18 @@ def one_draw(plan: ChunkPlan, sampling: Sampling | None) -> ChunkPlan:
 def sample_backwards(
     plan: ChunkPlan, drawn: Mapping[int, Factors], *, report_loss: bool = False
 ) -> ChunkPlan:
-    """Return a checked plan in which only the `drawn` chunks of `plan`, which trains all chunks,
-    get a backward.
+    """Return a checked plan in which only the `drawn` chunks of `plan` get a backward. `plan`
+    trains all chunks; it may be of any kind, also a pipeline or layer-first.
 
-    Works on any plan, also on pipelines and layer-first. The backwards of other chunks, with their
-    recomputation and messages, are removed; without `report_loss` also all actions of chunks that
-    no drawn chunk reads. If `plan` retains the graphs of the last n chunks of a sequence, those of
-    its last n drawn chunks are retained instead, or of fewer, if all n have more tokens, so that a
-    draw needs no more memory than `plan`. A rank without drawn chunks trains its smallest chunk
-    with factors 0, so that it has a gradient (zeros) to reduce.
+    Backwards of the other chunks are removed, with their recomputation and messages. Without
+    `report_loss`, chunks that no drawn chunk reads are removed altogether.
+
+    A draw needs no more memory than `plan`. If `plan` retains the graphs of the last n chunks of a
+    sequence, the result retains those of its last n drawn chunks, or of fewer, so that they have no
+    more tokens than the n chunks of `plan`.
+
+    A rank without drawn chunks trains its smallest chunk with factors 0, so that it has a gradient
+    (zeros) to reduce.
     """
     trained = dict(drawn)
     for actions in plan.actions:
@@ -301,9 +306,12 @@ def _sampled_action(
     computed: Collection[int],
     retained: _Cells,
 ) -> Action | None:
-    """Return the action that replaces `action` in a sampled plan, or None if it is removed. Chunks:
-    `trained` have a Backward, `read` have K,V that trained chunks read, `computed` have a
-    Forward."""
+    """Return the action that replaces `action` in a sampled plan, or None if it is removed.
+
+    `trained`: chunks that have a Backward, with factors of their gradients. `read`: chunks whose
+    K,V trained chunks read. `computed`: chunks that have a Forward. `retained`: {(chunk, stage):
+    checkpointed layers} of cells that keep their graph.
+    """
     match action:
         case Forward(chunk) | Send("activation", chunk) | Recv("activation", chunk) if (
             chunk not in computed

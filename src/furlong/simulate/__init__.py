@@ -1,1 +1,2 @@
-"""The simulator: timelines of plans on a cost model, and figures of timelines."""
+"""The simulator: it runs plans on a cost model as timelines, and computes seconds and bubbles of
+timelines."""

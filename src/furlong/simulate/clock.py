@@ -6,13 +6,17 @@ message uses the link from its sender to its receiver, which delivers in order: 
 a Recv waits for its message (isend and a queue per direction).
 
 A pass (forward or backward of one chunk at one stage) can be a collective of the ranks of its
-stage, in one of three ways. Lockstep passes: if the plan gathers weights with each pass, the n-th
-passes of all ranks, whatever their chunks, are one collective. In other plans, the first pass of a
-stage is a gathering pass, which gathers the weights, unless an Unshard does; the last Backward of a
-stage is a reducing pass, which reduces gradients. A rank that arrives early waits, and so does the
-gradient that it sends to the stage before. The record of a pass ends with the rank's computation,
-so the rest of the collective shows as waiting. A collective starts when the last of its ranks has
-entered it:
+stage, in one of three ways:
+
+- Lockstep pass: if the plan gathers weights with each pass, the n-th passes of all ranks, whatever
+  their chunks, are one collective.
+- Gathering pass: in other plans, the first pass of a stage gathers the weights, unless an Unshard
+  does.
+- Reducing pass: in other plans, the last Backward of a stage reduces gradients.
+
+A rank that arrives early waits, and so does the gradient that it sends to the stage before. The
+record of a pass ends with the rank's computation, so the rest of the collective shows as waiting. A
+collective starts when the last of its ranks has entered it:
 
     collective      starts when                      its ranks continue
     Unshard         all entered, links are free      when weights outside the layers are gathered
@@ -21,13 +25,13 @@ entered it:
     gathering pass  all entered                      when their own work has finished
     reducing pass   all entered                      when their own work has finished
 
-An Unshard first gathers the weights before the layers (the embedding), for which its ranks wait.
-Then, concurrently with computation, it gathers the layers, each in the same time, and the head. The
-first pass through the stage needs each layer when it reaches it. All of this waiting is recorded
-before its first layer. The first pass with a loss waits for the head in the same way.
+An Unshard first gathers the weights before the layers (the embedding), and its ranks wait for them.
+Then it gathers the layers, each in the same time, and the head, while the ranks compute. The first
+pass through the stage may reach a layer before its weights. The clock adds up these waits, and
+records them before the first layer. In the same way the first pass with a loss waits for the head.
 
 A Reduce runs layer by layer during the stage's last Backward, as far as the links are free. The
-Reduce action stands for what remains after the Backward.
+Reduce action stands for the part that remains after the Backward.
 
 The times do not depend on the order in which the simulation visits the ranks. Simplification: links
 of different pairs of ranks share no bandwidth.
@@ -100,9 +104,9 @@ class ActionCosts(Protocol):
     """Seconds of actions, as a cost model computes them."""
 
     def compute_s(self, action: Action, rank: int) -> float:
-        """Return the seconds of an action on `rank` (not for Send and Recv). An Unshard counts its
-        seconds on the link, a Reduce its seconds after the stage's last Backward. For a collective,
-        the clock takes the seconds of the slowest rank."""
+        """Return the seconds that an action takes on `rank`. For an Unshard these are its seconds
+        on the link, for a Reduce only those after the stage's last Backward. It is not called for
+        Send and Recv. For a collective, the clock takes the seconds of the slowest rank."""
 
     def transfer_s(self, action: Send, rank: int) -> float:
         """Return the seconds that a message takes from `rank` to its peer."""
@@ -111,7 +115,8 @@ class ActionCosts(Protocol):
         """Return the seconds of a Reduce on the link, including those during the last Backward."""
 
     def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
-        """Return the first seconds of a collective, in which its ranks compute nothing."""
+        """Return for how many seconds, from the start of a collective, its ranks must wait before
+        they can compute again; 0 if they continue at once."""
 
     def head_s(self, action: Unshard, rank: int) -> float:
         """Return the seconds at the end of an Unshard in which it gathers the head."""
@@ -140,7 +145,8 @@ class Times:
         return max(last, max(self.copy_stop_s.values(), default=0.0))
 
     def busiest_s(self, plan: ChunkPlan) -> float:
-        """Return the seconds that the busiest rank spends in computing actions and their copies."""
+        """Return the seconds for which the busiest rank is busy: the sum over its computing
+        actions, each until both the computation and its copies have ended."""
         return max(
             sum(
                 max(stops[i], self.copy_stop_s.get((rank, i), 0.0)) - starts[i]
@@ -292,8 +298,8 @@ class Clock:
     def _exchange(
         self, rank: int, index: int, now: float
     ) -> Generator[object, None, tuple[int, float]]:
-        """Simulate the Send or Recv at `index` from time `now`; return (number of actions done,
-        time at which the rank is free again)."""
+        """Simulate the Send or Recv at `index`, which the rank reaches at time `now`. Return (1,
+        time at which the rank is free again): one action is done."""
         action = self._plan.actions[rank][index]
         if isinstance(action, Send):
             channel = rank, action.peer
@@ -353,8 +359,9 @@ class Clock:
         self._settled_s[joined] = stop
 
     def _entered_s(self, rank: int, at: int, action: Action) -> float:
-        """Return the earliest time at which `action`, the first pass through a stage, can start and
-        never wait for a layer's weights. The Unshard at index `at` gathers these weights."""
+        """Return the earliest time at which `action`, the first pass through a stage, can start so
+        that no layer has to wait for its weights. The Unshard at index `at` gathers these
+        weights."""
         unshard, num_layers = self._plan.actions[rank][at], self._plan.stages[action.stage]
         assert isinstance(unshard, Unshard)
         stop_s = self._stop_s[rank][at] - self._costs.head_s(unshard, rank)
@@ -414,7 +421,8 @@ class SimulatedStep:
     def bubble_ratio(self) -> float:
         """Share of all ranks' time that is neither a first forward nor a backward, 0..1.
 
-        Recomputation counts as bubble (ChunkFlow, Eq. 1; its Figure 6 fits no other reading).
+        Recomputation counts as bubble, as in ChunkFlow's Eq. 1. (No other definition fits its
+        Figure 6.)
         """
         return self._share_without("forward_s", "backward_s")
 

@@ -55,9 +55,10 @@ def needs_of(curve: MemoryCurve) -> Needs:
 
 
 def step_s(model: CostModel, plan: ChunkPlan, *, times: float = 1.0) -> float:
-    """Return the seconds of a plan's step, or of a step with `times` (at least 1) as much work.
-    Additional work adds only the busy time of the busiest rank: weights are gathered, pipelines
-    filled and gradients reduced once per step, however much work it has."""
+    """Return the seconds of a plan's step, or of a longer step with `times` (at least 1) times its
+    work. The longer step adds nothing but (times - 1) times the busy seconds of the busiest rank:
+    weights are gathered, pipelines filled and gradients reduced once per step, however much work it
+    has."""
     costs = model.costs(plan)
     copies = None if plan.offload == ON_DEVICE else costs
     clock = time_actions(plan, costs, copies=copies)
