@@ -282,7 +282,8 @@ def cached_shape(about: Mapping[str, Any], measure: Callable[[], ModelShape]) ->
     transformers have not measured it before, call `measure` and cache the result. `about`: values
     that distinguish models, hashed for the key: a parsed config.json and options of the build."""
     fields = sorted(LayerShape.__dataclass_fields__)
-    measuring = sorted((Path(__file__).parents[1] / "models").glob("*.py"))
+    package = Path(__file__).parents[1]
+    measuring = [package / "families.py", *sorted((package / "models").glob("*.py"))]
     sources = [hashlib.sha256(file.read_bytes()).hexdigest() for file in measuring]
     text = json.dumps([about, versions(), fields, sources], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
