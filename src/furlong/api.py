@@ -67,7 +67,8 @@ def _nothing() -> None:
 
 
 def _extras(token_loss: TokenFunction | None) -> tuple[str, ...] | None:
-    """Return the names of extra per-token tensors that a loss accepts; None: any."""
+    """Return the names of the extra per-token tensors that a sequence may have; None if it may have
+    any. `token_loss`: a function that reads extras; with None, only token weights are allowed."""
     if token_loss is None:
         return (WEIGHTS,)
     require_function(token_loss, "token_loss")
@@ -145,8 +146,8 @@ class Engine:
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
-        """Replicated parameters (tied embeddings) that another stage, not this one, adds to the
-        gradient norm."""
+        """Parameters that this process leaves out of the gradient norm, because another pipeline
+        stage has a replica (tied embeddings) and adds it."""
         return self._session.counted_elsewhere
 
     def reads(self, plan: ChunkPlan) -> list[int]:
@@ -229,9 +230,12 @@ class Engine:
         watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
     ) -> StepResult:
-        """Run a plan, from `plan` or from a file, on sequences of its lengths.
+        """Run a plan on a batch: compute the loss and, unless the plan is an evaluation, add
+        gradients to `.grad`.
 
         Args:
+            plan: A plan for sequences of these lengths: made by the method `plan`, or read from a
+                file.
             sequences: All sequences of the batch, or a mapping from seq_id to those that this
                 process reads (see `reads`); then `num_valid_tokens` is required.
             num_valid_tokens: The divisor of the loss, for the whole batch.
@@ -262,9 +266,14 @@ class Engine:
         watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
     ) -> StepResult:
-        """Run a plan as `run` does. `make` returns the plan and the sequences. If `make` raises an
-        error on one process, all processes raise it. `make` runs again if the model has changed on
-        another process."""
+        """Make a plan and its sequences on every process, then run the plan as `run` does.
+
+        Args:
+            make: Returns the plan and the sequences. If it raises an error on one process, every
+                process raises an error. It is called once more if a process finds that its model
+                has changed.
+            num_valid_tokens, token_loss, weights, watch, measuring: See `run`.
+        """
         session = self._session
 
         def read() -> tuple[tuple[ChunkPlan, Batch], Facts, int]:
@@ -333,11 +342,13 @@ class Engine:
         share_prompts: bool = True,
         watch: Callable[[], None] = _nothing,
     ) -> list[Tensor]:
-        """Return differentiable values of each sequence's tokens, for any loss.
+        """Return differentiable values of each sequence's tokens, from which any loss may be
+        computed.
 
-        The loss's backward runs the chunks' backwards, as exact as `forward_backward`. Between
-        forward and backward, the tensors named by `options.keep` are kept for all sequences, but no
-        graphs (`num_retained` counts as 0). Under `torch.no_grad` the values have no graph.
+        The backward of this loss runs the backward of each chunk; the gradients are as exact as
+        those of `forward_backward`. Between forward and backward, the tensors named by
+        `options.keep` are kept for all sequences. Graphs are not kept (`num_retained` counts as 0).
+        Under `torch.no_grad` the values have no graph.
 
         Args:
             sequences: As in `forward_backward`; labels may be omitted (default: input_ids), and
@@ -387,10 +398,11 @@ def forward_backward(
 ) -> StepResult:
     """Compute loss and exact gradients of a global batch, chunk by chunk.
 
-    Gradients of sum(loss) / num_valid_tokens are added to the parameters' `.grad`. Train mode,
-    requires_grad and attention implementation are restored, also after an error, which may leave
-    part of the gradients added. Buffers and the result of the start-up check are kept as long as
-    the model.
+    Gradients of sum(loss) / num_valid_tokens are added to the parameters' `.grad`. The model's
+    train mode, requires_grad and attention implementation are the same after the call as before it,
+    also if the call ends with an error. An error may leave part of the gradients in `.grad`.
+    Buffers and the result of the start-up check are kept for later calls, as long as the model
+    exists.
 
     Args:
         model: A Hugging Face causal decoder, also compiled or with peft adapters.

@@ -77,12 +77,15 @@ def chunked(
 ) -> _M:
     """Make a model's forward run in chunks when gradients are needed; return the model.
 
-    Call it before a trainer is created, also for a reference model, and before or after adapters
-    are added. `unchunked` undoes it, and another call changes the options. Any head works, such as
-    a reward model's, and logits are computed for all tokens at once. Autocast, hooks,
-    `DistributedDataParallel` and `torch.autograd.grad` work as before, except that a layer's
-    outputs in a hook are those of a chunk, without a gradient. Evaluations run in chunks if they
-    make no cache: with labels, or with `use_cache` (default: the config's) False.
+    Call `chunked` before a trainer is created, also for a reference model, and before or after
+    adapters are added. Another call changes the options, and `unchunked` restores the original
+    forward.
+
+    Any head works, such as a reward model's, and logits are computed for all tokens at once.
+    Autocast, hooks, `DistributedDataParallel` and `torch.autograd.grad` work as before, with one
+    exception: in a hook, a layer's outputs are those of a chunk, without a gradient. Evaluations
+    run in chunks if they make no cache: with labels, or with `use_cache` (default: the config's)
+    False.
 
     Args:
         options: Default: `keep="auto"`, which keeps as much as memory holds. Graphs are not kept
@@ -186,8 +189,9 @@ class ChunkedForward:
         return output.to_tuple() if given.get("return_dict") is False else output
 
     def wants_gradients(self, given: Mapping[str, Any]) -> bool:
-        """Whether autograd would record the call: because of a parameter, an argument (embeddings
-        or cached K,V of prompt tuning), or a hook."""
+        """Return whether autograd would record the call. It does if gradients are enabled and a
+        parameter or a tensor in the arguments (embeddings, or cached K,V of prompt tuning) requires
+        gradients, or if a hook makes hidden states require gradients."""
         if not torch.is_grad_enabled():
             return False
         parameters = self.session.given.parameters()
@@ -276,7 +280,9 @@ def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
 
 
 def _joined(input_ids: Tensor, starts: list[int], states: list[Tensor]) -> Tensor:
-    """Return a zero tensor (B, T, D) with sequences (t, D) written to its flat offsets `starts`."""
+    """Return a tensor (B, T, D) with the hidden states (t, D) of each sequence at its place in the
+    batch, and 0 at padding. `starts`: where each sequence begins in `input_ids` when its rows are
+    concatenated."""
     if len(states) == 1 and input_ids.shape == (1, len(states[0])):
         return states[0][None]
     # if only a head trains, gradients at padding must reach this node all the same
@@ -286,9 +292,11 @@ def _joined(input_ids: Tensor, starts: list[int], states: list[Tensor]) -> Tenso
 
 
 class _Joined(torch.autograd.Function):
-    """Scatters sequences into (B * T, D), with 0 at padding.
+    """Autograd function that writes the hidden states of sequences into (B * T, D), with 0 at
+    padding.
 
-    All gradients pass this node, so a gradient at padding is always refused.
+    The gradients of all hidden states pass through its backward, which can therefore refuse every
+    gradient at padding.
     """
 
     @staticmethod
@@ -302,8 +310,8 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the sequences' gradients. Raise DataError for a gradient at padding, except NaN
-        and inf of an overflowed loss."""
+        """Return the gradient of each sequence's hidden states. Raise DataError if a gradient at
+        padding is not 0. NaN and inf at padding are ignored: an overflowed loss causes them."""
         gaps = zip([0, *ctx.stops], [*ctx.starts, len(grad)], strict=True)
         padding = torch.cat([grad[start:stop] for start, stop in gaps])
         if bool(padding.nan_to_num(0, 0, 0).any()):

@@ -42,7 +42,8 @@ def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tup
 
 
 def difference_words(found: Mapping[str, tuple[Any, Any]], where: str) -> str:
-    """Return the first entries in a result of `differing` as text: `key = own, WHERE other`."""
+    """Return the first entries in a result of `differing` as text: `key = value, WHERE other
+    value`. `where`: words for the place of the other value, such as "in the manifest"."""
     shown = [
         f"{key} = {_shown(own)}, {where} {_shown(other)}"
         for key, (own, other) in list(found.items())[:_MAX_NAMED]
@@ -114,7 +115,8 @@ class UserError(FurlongError):
         )
 
     def on_all(self) -> Self:
-        """Mark this error as one that every process raises with the same text, and return it."""
+        """Mark this error as one that every process raises with the same text, so that only the
+        first process prints it. Return the error."""
         self.is_common = True
         return self
 
@@ -130,7 +132,8 @@ class ConfigError(UserError):
 def refusal(
     given: str, required: str, change: str, source: str = "the command line"
 ) -> ConfigError:
-    """Return a ConfigError, by default about the command line."""
+    """Return a ConfigError, by default about the command line. The arguments are the parts of its
+    message; see `UserError`."""
     return ConfigError(given=given, required=required, source=source, change=change)
 
 

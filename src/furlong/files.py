@@ -149,10 +149,12 @@ def os_errors_told(
     kind: type[UserError], *, required: str, source: str, or_else: str = "", during: str = "",
     inside: Path | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Context manager: turn errors of the operating system into errors of `kind`, with advice.
+    """Context manager: turn errors of the operating system into errors of the class `kind`.
 
+    `required`, `source`: parts of the error. Its advice depends on the operating system's error.
     `or_else`: more advice, with a comma in front. `during`: the activity to name instead of a path.
-    `inside`: a folder; only errors that name a path in it, or a full disk and no path, are turned.
+    `inside`: a folder; errors about a path outside it stay as they are, and so do errors without a
+    path unless the disk is full.
     """
     try:
         yield
@@ -181,8 +183,8 @@ def _os_error(error: OSError | SafetensorError) -> OSError | None:
 
 
 def _path_of(error: OSError, inside: Path | None) -> Path | None:
-    """Return the first path that an error names; with `inside`, the first one in that folder. None
-    without such a path."""
+    """Return the first path that an error names. With `inside`, return the first path in that
+    folder. Return None if there is no such path."""
     names = [name for name in (error.filename2, error.filename) if isinstance(name, str)]
     for name in names:
         if inside is None or Path(os.path.realpath(name)).is_relative_to(os.path.realpath(inside)):

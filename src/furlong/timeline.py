@@ -63,8 +63,9 @@ class Timeline:
         return max((r.device_bytes for r in self.records), default=0)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Return the seconds of each kind of action, summed over ranks: `F` (forward), `R`
-        (recompute), `B` (backward), `K` (K,V again), `send`, ..., `copy`."""
+        """Return the seconds of each kind of action, summed over ranks. Kinds are `F` (forward),
+        `R` (recompute), `B` (backward), `K` (keys and values computed again), `send`, ...,
+        `copy`."""
         seconds: dict[str, float] = defaultdict(float)
         for record in self.records:
             word = record.text.split()[0]

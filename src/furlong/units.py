@@ -41,7 +41,7 @@ def bytes_alike(amounts: Sequence[float]) -> tuple[list[str], str]:
 
 
 def budget_of(num_bytes: float) -> str:
-    """Round bytes up to a budget that `parse_bytes` reads, such as `144.5GiB`."""
+    """Return bytes as text that `parse_bytes` reads, rounded up to a budget such as `144.5GiB`."""
     if num_bytes < 2**30:
         return f"{ceil(num_bytes / 2**20)}MiB"
     return f"{ceil(num_bytes * 100 / 2**30) / 100}GiB"

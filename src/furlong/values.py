@@ -68,9 +68,11 @@ def mean_logit() -> TokenFunction:
 def top_k_kl(
     ids: str = "teacher_ids", log_probs: str = "teacher_log_probs", temperature: float = 1.0
 ) -> TokenFunction:
-    """Return a token function for KL(teacher || model) over the teacher's top k ids and a rest.
+    """Return a token function for KL(teacher || model) over k + 1 outcomes: the teacher's top k
+    ids, and one outcome for all other ids together.
 
-    The rest is one outcome with the probability that is missing to 1, in teacher and model.
+    The probability of this last outcome is 1 minus the sum of the k probabilities, in the teacher
+    and in the model.
 
     Args:
         ids: Name of the extra with the teacher's ids, (T, k) int64.

@@ -95,7 +95,7 @@ class Subject:
         return Engine(self.model, max_seq_len=LONGEST_TOKENS, storage=self.storage)
 
     def chunked(self, batch: TokenSequences, size: int = CHUNK_SIZE) -> tuple[float, Gradients]:
-        """Return mean loss and gradients, computed in chunks."""
+        """Return mean loss and gradients of a batch, computed in chunks of `size` tokens."""
         with Float64():
             loss = self.engine.forward_backward(batch, replace(self.options, size=size)).loss
         return loss, take_grads(self.model)
@@ -129,7 +129,8 @@ def build_subject(
 
 
 def spread_weights(model: nn.Module, *, seed: int) -> None:
-    """Scale matrices by 5, and move vectors and adapters away from their neutral initial values."""
+    """Change a model's weights in place: scale matrices by 5, and move vectors and adapters away
+    from their neutral initial values. `seed`: the seed of the noise that is added."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -167,7 +168,7 @@ class Finding:
 
 def check_gradients(subject: Subject) -> Finding:
     """Compare the loss and each parameter's gradient with those of the model's own forward, for
-    several chunk sizes."""
+    several chunk sizes. Return the finding, with the worst error."""
     batch = sequences()
     loss, truth = subject.whole(batch)
     found = []
@@ -182,6 +183,7 @@ def check_gradients(subject: Subject) -> Finding:
 
 def check_isolation(subject: Subject) -> Finding:
     """Check that changed tokens of one sequence change no bit of the others' loss and gradients.
+    Return the finding.
 
     With experts, tokens of all sequences share matrix products, whose rounding may depend on their
     shapes. Changes up to the bound for gradients are then allowed.
@@ -205,7 +207,8 @@ def check_isolation(subject: Subject) -> Finding:
 
 
 def check_accumulation(subject: Subject) -> Finding:
-    """Compare gradients of one call with those summed over one call per sequence."""
+    """Compare gradients of one call with those summed over one call per sequence. Return the
+    finding."""
     batch = sequences()
     _, truth = subject.chunked(batch)
     with Float64():
@@ -282,8 +285,12 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
 
 
 def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
-    """Return the run's options with chunks and stages small enough to cut these sequences and this
-    model, without sampling."""
+    """Return the options for the proofs: those of the run, without sampling, and with small chunks.
+    `chunks.stage_layers` is at most half of the shrunk model's layers if the run cuts its model
+    into stages.
+
+    `whole`, `shrunk`: the config of the run's model, and its shrunk copy.
+    """
     given = given_options(run) | {"size": CHUNK_SIZE, "sample": None, "reshard": False}
     if given.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
         most = max(1, shrunk.num_hidden_layers // 2)

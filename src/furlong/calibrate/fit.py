@@ -66,9 +66,13 @@ def fit_rates(samples: Sequence[Sample], spec: Machine) -> dict[str, Any]:
 def _fit_hidden(
     stages: Array, heads: Array, measured: Array, found: Array, names: Sequence[str]
 ) -> Array:
-    """Fit coefficients where launches overlap with work. In the layers (`stages`), a pass takes the
-    time of launches or work, whichever is longer; the time of the head (`heads`) is added. `found`:
-    initial coefficients."""
+    """Return coefficients that are fitted to measured seconds, on a device where kernel launches
+    overlap with work.
+
+    An action then takes the time of its launches or of its work in the layers, whichever is longer,
+    and the time of the head. `stages`, `heads`: the seconds (actions, names) in the layers and in
+    the head for coefficients of 1. `found`: the coefficients to begin with.
+    """
     is_work = np.array([name not in _LAUNCHES for name in names])
     for _ in range(_ROUNDS):
         launched = stages[:, ~is_work] @ found[~is_work] > stages[:, is_work] @ found[is_work]
@@ -80,8 +84,9 @@ def _fit_hidden(
 
 
 def _table(samples: Sequence[Sample], spec: Machine, names: Sequence[str]) -> tuple[Array, Array]:
-    """Return the linear system of the actions that compute: columns (actions, names), and measured
-    seconds (actions,)."""
+    """Return the linear system to which rates are fitted: the predicted seconds (actions, names)
+    for inverse rates of 1, and the measured seconds (actions,). Only actions that compute are in
+    it, without the shortest ones. Raises ValueError if there are fewer actions than rates."""
     rows, measured = [], []
     for sample in samples:
         columns: dict[str, Array] = {}
@@ -120,7 +125,7 @@ def _seconds(sample: Sample, spec: Machine) -> Array:
 
 
 def _fields(found: Mapping[str, float]) -> dict[str, Any]:
-    """Convert inverse rates to fields of `Machine`."""
+    """Return fields of `Machine` from inverse rates by name."""
     fields: dict[str, Any] = {name: found[name] for name in _LAUNCHES}
     # if bytes cost nothing, set inf: the rate in the spec would add to what was fitted
     fields[_BYTES] = 1 / found[_BYTES] if found[_BYTES] > 0 else inf
@@ -136,11 +141,11 @@ def _fields(found: Mapping[str, float]) -> dict[str, Any]:
 
 
 def fit_memory(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Fit non-negative coefficients of the bytes that the cost model estimates.
+    """Return non-negative coefficients of the cost model's memory terms, fitted to measured plans.
 
-    `rows` has a row per plan: the measured bytes; the part of them that is not counted exactly; and
-    for each coefficient, the bytes that it explains if it is 1. Errors are relative to measured
-    bytes.
+    The squares of the errors, relative to the measured bytes, are minimized. A row per plan has
+    these columns: the measured bytes; the measured bytes minus the bytes that the cost model counts
+    exactly; and for each coefficient, the bytes that it adds if it is 1.
     """
     table = np.array(rows)
     lacking = np.maximum(table[:, 1], 0.0) / table[:, 0]

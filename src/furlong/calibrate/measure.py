@@ -38,14 +38,14 @@ _HEAD_DIM = 64
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of products of large square matrices; the fastest product counts."""
+    """Return the FLOP/s of the fastest of a few products of large square matrices."""
     a = torch.randn(_MATRIX, _MATRIX, device=device).to(dtype)
     seconds = _shortest_s(lambda: a @ a, device)
     return 2.0 * _MATRIX**3 / seconds
 
 
 def optimizer_rate(model: Any, device: torch.device) -> float:
-    """Measure how many parameters a step of AdamW updates per second."""
+    """Return how many parameters AdamW updates per second, measured on steps of this model."""
     parameters: list[Any] = []
     for parameter in model.parameters():
         if parameter.requires_grad and sum(p.numel() for p in parameters) < _MOST_PARAMETERS:
@@ -60,8 +60,8 @@ def optimizer_rate(model: Any, device: torch.device) -> float:
 
 
 def copy_links(device: torch.device, disk_dir: Path) -> dict[str, Link]:
-    """Measure the links from a device to "disk" and, for a GPU, to "host", by copies to and from
-    the pools that hold offloaded tensors.
+    """Measure copies between a device and the pools that hold offloaded tensors. Return the links
+    by name: "disk" and, for a GPU, "host".
 
     Raises ConfigError for a `disk_dir` that cannot hold the pool's file.
     """
@@ -86,8 +86,8 @@ def _link(open_pool: Callable[[], Pool], device: torch.device) -> Link:
 
 
 def _round_trip_s(pool: Pool, x: Tensor, count: int) -> tuple[float, float]:
-    """Measure the seconds of `count` copies into a pool and of `count` copies back, and close the
-    pool. Each copy back is prefetched during the copy before it."""
+    """Return the seconds of `count` copies into a pool and of `count` copies back, as measured, and
+    close the pool. Each copy back is prefetched during the copy before it."""
     started_s = time.perf_counter()
     handles = [pool.put(x) for _ in range(count)]
     pool.get(handles[-1]).release()  # waits for the last write
@@ -186,7 +186,8 @@ def _moved_bytes(name: Collective, num_bytes: int) -> float:
 
 
 def _seconds(name: Collective, num_bytes: int, device: torch.device) -> float:
-    """Measure the seconds of the shortest of a few calls, on the slowest process."""
+    """Return the seconds of a collective: those of the shortest of a few calls, on the slowest
+    process."""
     call = _call(name, num_bytes, device)
     call()
     shortest = float("inf")
@@ -244,7 +245,8 @@ def _attention_ways(num_bytes: int, device: torch.device) -> Callable[[], object
 
 
 def _renamed(name: str, before: str) -> Callable[..., object]:
-    """Return a function of torch.distributed that was named `before` up to torch 2.12."""
+    """Return the function `name` of torch.distributed, or the function `before`, which is its name
+    up to torch 2.12."""
     function: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
     return function
 

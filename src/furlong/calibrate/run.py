@@ -180,7 +180,8 @@ def narrow_config(shape: ModelShape, num_layers: int) -> Any:
 
 
 def build(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, ModelShape]:
-    """Build a model with random weights, and return it with its shape; UserError if untrainable."""
+    """Build a model with random weights, and return the model with its shape. Raises UserError for
+    a model that cannot be trained."""
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         model = build_model(folder, init="random", dtype=dtype)
@@ -218,7 +219,7 @@ class Bench:
         self._clock = clock if clock is time.perf_counter else lambda: clock() + pools.waited_s
 
     def run(self, seq_lens: Sequence[int], options: ChunkOptions) -> MeasuredPlan:
-        """Measure one step without an optimizer, and drop the gradients."""
+        """Run one step without an optimizer, drop its gradients, and return the measurements."""
         plan = self._engine.plan(seq_lens, options)
         self._model.zero_grad(set_to_none=True)
         tidy()
@@ -357,7 +358,10 @@ def named_device(name: str) -> torch.device:
 
 def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -> int:
     """Return the number of tokens in the trials' largest chunk, chosen so that one round of trials
-    takes at most about `_ROUND_S` seconds."""
+    takes at most about `_ROUND_S` seconds.
+
+    `subject`: the model whose trials are counted. `model`: its cost model.
+    """
     shape = model.shape
     per_token = 8 * (shape.num_active_parameters + shape.embedding_parameters)
     per_s = model.hardware.peak_flops_per_s * _SLOW_SHARE
@@ -392,8 +396,11 @@ def _fitted(
     spec: Machine,
     figures: dict[str, Any],
 ) -> tuple[Machine, tuple[TrialResult, ...]]:
-    """Fit time rates and memory terms to the trials. Return `spec` with the fitted values, the
-    other measurements (`figures`) and the errors; and return the trials' results."""
+    """Fit the cost model's time rates and memory terms to the trials that are not held out.
+
+    Return two values: the machine `spec` with the fitted values, the other measurements (`figures`)
+    and the prediction errors; and the results of all trials.
+    """
     is_cpu = spec.device_type == "cpu"
     if is_cpu:
         measured = _without_process(measured, models)
@@ -429,9 +436,12 @@ def _fitted(
 def _without_process(
     measured: dict[Trial, MeasuredPlan], models: dict[TrialModel, CostModel]
 ) -> dict[Trial, MeasuredPlan]:
-    """Return the measured plans, with the process's own memory subtracted from their peaks, as
-    `memory.device` does. This memory is the bytes in use before a plan, minus the weights; the
-    median of all plans is used."""
+    """Return the measured plans, with the memory of the process itself subtracted from their peaks:
+    the budget `memory.device` does not include this memory.
+
+    The memory of the process is the bytes in use before a plan, minus the weights; the median of
+    all plans is used.
+    """
     found = []
     for trial, m in measured.items():
         training = models[trial.subject].training
@@ -450,9 +460,12 @@ def _fit_memory(
     *,
     is_cpu: bool,
 ) -> dict[str, Any]:
-    """Fit memory fields of `Machine`. On a CPU, graphs are counted exactly, and the other bytes of
-    the heap are fitted. On a GPU, a factor on graphs is fitted, since torch allocates whole
-    blocks."""
+    """Return fields of `Machine` about memory, fitted to the measured peaks.
+
+    On a CPU, the cost model counts the bytes of graphs exactly, and two fields are fitted to the
+    other bytes of the heap. On a GPU, a factor on the bytes of graphs is fitted, since torch
+    allocates whole blocks.
+    """
     terms = {"heap_blocks": 1.0, "heap_share": 1.0} if is_cpu else {"activation_factor": 2.0}
     nothing: dict[str, Any] = {name: value - 1 for name, value in terms.items()}
     rows = []

@@ -32,7 +32,8 @@ _refused = partial(Verdict, "refused")
 
 
 class Conversion:
-    """The state of a conversion: a recipe, and what has been made of it so far.
+    """The state of a conversion: a recipe, the run made of it so far, and a verdict on each key of
+    the recipe.
 
     In this module "ours" is furlong's, and a `target` is a key of furlong.
     """
@@ -70,7 +71,7 @@ class Conversion:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run computes what the recipe does."""
+        """Whether the run computes the same as the recipe: no key of the recipe is refused."""
         return all(verdict.kind != "refused" for verdict in self.verdicts.values())
 
     @property
@@ -88,7 +89,8 @@ class Conversion:
         return None
 
     def own(self, given: _Given) -> _Given:
-        """Return the keys in `given` that the recipe itself has, without the trainer's defaults."""
+        """Return those items of `given` whose keys the recipe itself has, without the trainer's
+        defaults. `given`: the recipe's keys and the defaults for one key of furlong."""
         return {name: value for name, value in given.items() if name in self.recipe.keys}
 
     def last(self, given: _Given) -> Any:
@@ -273,8 +275,10 @@ def _finish(made: Conversion) -> None:
 
 
 def _give_up(made: Conversion, error: ErrorDetails) -> bool:
-    """Remove the first value that a schema error is about, and return whether there is one. Raises
-    ConfigError for a value that only the user can fix."""
+    """Remove the first value of the run that a schema error is about, and give the recipe's keys
+    for it a verdict that says why. Return whether a value was removed, which is false for a missing
+    key. Raises ConfigError for a value that only the user can fix: the model, the data or a
+    flag."""
     keys = error.get("ctx", {}).get("keys", key_at(error["loc"])).split(" and ")
     found = [key for own in keys for key in made.run if meet(key, own)]
     if not found or error["type"] == "missing":
@@ -295,7 +299,9 @@ def _give_up(made: Conversion, error: ErrorDetails) -> bool:
 
 
 def _word(target: str, value: Any) -> str:
-    """Return furlong's word for another trainer's value of the key `target`."""
+    """Return furlong's word for another trainer's value of the key `target`: "truncate" for
+    "keep_start" of `data.too_long`. A value that foreign.yaml does not list is returned in lower
+    case, without the part before its last dot."""
     word = str(value).lower().rpartition(".")[2]
     words: dict[str, list[str]] = foreign_table()["values"][target]
     return next((ours for ours, theirs in words.items() if word in theirs), word)
@@ -343,7 +349,8 @@ def _config_at_hand(name: Any) -> Mapping[str, Any]:
 
 
 def _check_positions(made: Conversion) -> None:
-    """Refuse a sequence length above max_position_embeddings of a local or known model."""
+    """Refuse a sequence length above the max_position_embeddings of a local or known model, unless
+    the run sets `model.rope`: the recipe's key for the length gets a verdict with advice."""
     config = _config_at_hand(made.run.get("model.name"))
     config = config.get("text_config") or config or made.known_config
     positions, length = config.get("max_position_embeddings"), made.run.get("data.max_seq_len")
@@ -484,8 +491,12 @@ _OF_ROPE = ("rope_parameters", "rope_scaling")
 
 
 def _of_config(made: Conversion, keys: Mapping[str, Any], *, is_init: bool) -> Verdict | None:
-    """Set keys of the model's config (`keys`, without those of RoPE), and return the verdict on
-    them, or None. `is_init`: the keys are arguments of from_pretrained."""
+    """Set keys of the model's config in the run, and return the verdict on the recipe's key; None
+    if no key of the config is taken or refused.
+
+    `keys`: the config's keys and values, without those of RoPE. `is_init`: whether the keys are
+    arguments of from_pretrained, of which only the dtype and dropouts are taken.
+    """
     verdict, unread = None, []
     for key, value in keys.items():
         answer = _verdict(key, value)
@@ -680,7 +691,9 @@ def _groups(made: Conversion, target: str, given: _Given) -> Any:
 
 
 def _saves(made: Conversion, target: str, given: _Given) -> Any:
-    """Return the number of steps between checkpoints or evaluations, or a verdict."""
+    """Return the value of `target`: the number of steps between checkpoints or evaluations, or
+    their number per epoch. Return None if there is nothing to set, or a verdict if another key is
+    set or decides instead."""
     what = "save" if "save" in target else "eval"
     per_epoch = f"train.{what}s_per_epoch"
     if what == "eval" and not {"data.eval", "data.eval_share"} & made.run.keys():
@@ -1013,8 +1026,12 @@ _MEDIA = frozenset(("images", "videos", "audios"))
 
 
 def _named_sources(made: Conversion, given: _Given) -> list[dict[str, Any]]:
-    """Return the sources that LLaMA-Factory's names of data sets stand for. A dataset_info.json
-    near the recipe explains the names; in LLaMA-Factory 1, a YAML file does."""
+    """Return the sources that LLaMA-Factory's names of data sets stand for.
+
+    The names are looked up in a dataset_info.json near the recipe. A recipe of LLaMA-Factory 1
+    names a YAML file instead, which lists the data sets. A name that is not listed is taken as a
+    path.
+    """
     names = given.get("dataset") or given["train_dataset"]
     names = names if isinstance(names, list) else [name.strip() for name in str(names).split(",")]
     is_list = str(names[0]).endswith((".yaml", ".yml"))

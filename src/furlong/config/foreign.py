@@ -31,8 +31,9 @@ class Verdict(NamedTuple):
 
 @cache
 def foreign_table() -> dict[str, dict[str, Any]]:
-    """Return the sections of foreign.yaml: verdicts with the keys that they are about, and the
-    trainers' defaults."""
+    """Return the sections of foreign.yaml by name. The sections `ours`, `needless`, `lost` and
+    `refused` map the text of each verdict to other trainers' keys; `defaults` maps each trainer to
+    the defaults of its keys."""
     from ruamel.yaml import YAML
 
     text = files("furlong.config").joinpath("foreign.yaml").read_text(encoding="utf-8")
@@ -52,9 +53,12 @@ def _answers() -> dict[str, Verdict]:
 
 
 def answer_to(key: str) -> Verdict | None:
-    """Return the verdict on a key, or None. The key is looked up whole, then by its last part, then
-    by the nearest section around it, if furlong has no key for this section. Case, `-` and `_` are
-    ignored."""
+    """Return the verdict on another trainer's key; None if the key is unknown.
+
+    The key `a.b.c` is looked up as a whole, then as `c`. If neither is known, the verdict on the
+    section `b`, or else on `a`, is returned, unless furlong has a key for this section. Case, `-`
+    and `_` are ignored.
+    """
     parts = key.lower().replace("-", "_").replace("_", "").split(".")
     answers = _answers()
     found = answers.get(".".join(parts)) or answers.get(parts[-1])

@@ -191,7 +191,7 @@ def _unknown(key: str, name: str, source: str) -> ConfigError:
 
 
 def meet(one: str, other: str) -> bool:
-    """Return whether two keys are equal, or one contains the other."""
+    """Return whether two dotted keys are equal, or one is a section that contains the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 

@@ -311,8 +311,9 @@ def _dialect_by(program: str, verb: str) -> Dialect | None:
 
 
 def _follow(blocks: list[str], words: Sequence[str]) -> None:
-    """Update the list of open `blocks` after a command that begins or ends a block. The commands in
-    a block, such as `if`, may not run."""
+    """Update `blocks`, a stack of the words that close the open blocks of a script (`fi`, `done`),
+    after a command that begins or ends a block. It is unknown whether the commands in a block
+    run."""
     first = next(iter(words), "")
     if end := _BLOCKS.get(first, "}" * ("()" in "".join(words[:2]))):
         blocks.append(end)
@@ -329,8 +330,8 @@ def _names_in(words: Sequence[str]) -> list[str]:
 
 
 def _assign(words: Sequence[str], environment: dict[str, str]) -> None:
-    """Set a variable of a script to its value in `environment`; an array's words are stored as
-    `name[@]`."""
+    """Store the value that an assignment gives to a variable of a script in `environment`. The
+    words of an array are stored under the name `name[@]`. `words`: the words of the assignment."""
     name, _, value = words[0].partition("=")
     given = _expanded(value, environment)
     is_more, name = name.endswith("+"), name.rstrip("+")
@@ -376,7 +377,8 @@ def _commands(file: Path, text: str) -> Iterator[list[str]]:
 
 
 def _single(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the commands of one line; `&&` and `||` stay as the first word of the next command."""
+    """Yield the commands of one line, without the separators between them. Only `&&` and `||` are
+    kept, as the first word of the command that follows: it is unknown whether this command runs."""
     own: list[str] = []
     for word in words:
         if word.endswith(";") or word in ("&&", "||", "|", "&"):

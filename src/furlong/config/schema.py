@@ -113,8 +113,8 @@ OffloadChoice = (
 
 
 def told(**parts: str) -> PydanticCustomError:
-    """Return an error for validators to raise. Its parts are `required` and `change`; optional are
-    `given`, and `keys`: the keys whose values do not fit each other, as `a and b`."""
+    """Return an error for validators to raise. `parts`: `required` and `change` (advice);
+    optionally `given` and `keys`, the keys whose values do not fit each other, as `a and b`."""
     return PydanticCustomError("told", "{required}", dict(parts))
 
 
@@ -124,8 +124,8 @@ def offloads_to(value: object, target: str) -> bool:
 
 
 def kept_offload(value: OffloadChoice) -> OffloadChoice:
-    """Return a value of `offload` without its choice for weights, that is, for kept tensors alone.
-    {weights: cpu} gives "auto"."""
+    """Return the part of an `offload` value that is about kept tensors, without the entry for
+    weights. If no other entry is left, return "auto" for `{weights: cpu}`, and "none" otherwise."""
     if not isinstance(value, dict):
         return value
     kept: OffloadChoice = {kind: target for kind, target in value.items() if kind != "weights"}
@@ -618,8 +618,8 @@ class FourBitsConfig(TypedDict):
 
 
 def _plain(value: FourBits | FourBitsConfig | None) -> FourBits | FourBitsConfig | None:
-    """Return only the type if the scales are quantized too, which is the default; otherwise return
-    the value unchanged."""
+    """Return the 4-bit type alone if the scales are quantized too, since this is the default.
+    Otherwise return the value unchanged."""
     return value["type"] if isinstance(value, dict) and value.get("double", True) else value
 
 
@@ -870,8 +870,8 @@ def _check_options(run: RunConfig) -> None:
 
 
 def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
-    """Yield rows about values that do not fit each other: whether the run has them, their keys,
-    what is required, and what to change."""
+    """Yield a row for each rule about values that must fit each other: whether the run breaks the
+    rule, the keys that it is about, what is required, and what to change."""
     data, train, loss = run.data, run.train, run.train.loss
     for first, second in _EITHER_OR:
         has_none = getattr(train, first) is None

@@ -24,7 +24,8 @@ from furlong.errors import in_short, refusal
 
 
 def read_yaml(text: str, source: str, change: str) -> Any:
-    """Return the value of a YAML text. Raises ConfigError with `source` and `change`."""
+    """Return the value of a YAML text. Raises ConfigError for an invalid text; `source` and
+    `change` are the error's source and advice."""
     reader = YAML(typ="safe", pure=True)
     # Timestamps stay strings, as in JSON.
     of_times = {"tag:yaml.org,2002:timestamp": SafeConstructor.construct_yaml_str}
@@ -281,7 +282,8 @@ def build_run(values: Mapping[str, Any], source: str, flags: RunFlags | None = N
 
 
 def put(values: dict[str, Any], key: str, value: Any, *, beside: bool = False) -> None:
-    """Set a dotted key in nested `values`. `beside`: merge a mapping into the one that is there."""
+    """Set a dotted key in nested dicts (`values`), in place. `beside`: whether to merge the value,
+    a mapping, into the mapping that the key has already."""
     *path, name = key.split(".")
     for part in path:
         values[part] = values = values.get(part) or {}

@@ -12,10 +12,11 @@
       log_probs.bin              one number per token with a label, sequence after sequence
       done.bin                   one byte per sequence: 1 once its numbers are on disk
 
-Each folder has a manifest.json with types, shapes, plain values ("facts"), and checksums of
-complete arrays. Arrays that do not match it are written again: every byte of the tokens is compared
-when a run starts, once on each machine. If several processes write one folder, the first wins and
-the others read its arrays. Nothing is unpickled.
+Each folder has a manifest.json. It holds the types and shapes of the arrays, plain values
+("facts"), and the checksums of arrays that are complete. When a run starts, one process of each
+machine computes the checksums of the token arrays again. Arrays that do not match the manifest are
+written again. If several processes write one folder, the first one wins and the others read its
+arrays. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ def read_arrays(place: Path, mode: Mode = "r", *, is_compared: bool = False) -> 
 def write_arrays(
     place: Path, fill: Callable[[Path], tuple[ArrayKinds, dict[str, Any]]], *, mode: Mode = "r"
 ) -> Arrays:
-    """Write a folder of arrays, in place of a damaged one, and return them memory-mapped.
+    """Write a folder of arrays, and return the arrays memory-mapped.
+
+    A folder that exists already, such as a damaged one, is removed first. If another process writes
+    the folder at the same time and ends first, the arrays of that process are returned.
 
     Args:
         place: the folder.
@@ -144,8 +148,9 @@ class TokenizedSource:
 
     @property
     def index(self) -> npt.NDArray[np.int64]:
-        """(N, 5) for each sequence: its end in `input_ids`, file number, line, number of labelled
-        tokens, and 1, -1 or 0 for a desirable, an undesirable or no answer of KTO."""
+        """Array (N, 5) with a row for each sequence: its end in `input_ids`, file number, line,
+        number of labelled tokens, and 1, -1 or 0 for a desirable, an undesirable or no answer of
+        KTO."""
         return self.arrays.arrays["index"]
 
     @property
@@ -163,7 +168,9 @@ class TokenizedSource:
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """The row of `index` at which each record begins; a preference pair has two rows."""
+        """Array with an entry for each record: the row of `index` at which its sequences begin. A
+        preference pair is one record with two rows, and so is an answer of KTO with its
+        mismatch."""
         origins = self.index[:, 1:3]
         is_first = np.ones(len(origins), bool)
         is_first[1:] = (origins[1:] != origins[:-1]).any(axis=1)
@@ -171,12 +178,13 @@ class TokenizedSource:
 
     @property
     def noun(self) -> str:
-        """The word, for messages, for an item drawn from the source: sequence, pair or answer."""
+        """The noun for one item that is drawn from the source, used in messages: "sequence", "pair"
+        or "answer"."""
         return {"preference": "pair", "unpaired": "answer"}.get(self.notes["format"], "sequence")
 
     def lines_of(self, file: int) -> npt.NDArray[np.int64]:
-        """Return the numbers of the lines that have sequences, in file number `file` of the
-        source."""
+        """Return the line numbers of all sequences that were read from one file. `file`: the number
+        of the file in the source."""
         return self.index[self.index[:, 1] == file, 2]
 
     def tokens(
@@ -251,16 +259,18 @@ def cache_key(*parts: object) -> str:
 def write_tokens(
     place: Path, encoded: Iterable[tuple[SourceRecord, Items[Encoded]]], facts: dict[str, Any]
 ) -> Arrays:
-    """Write sequences into a folder, and return them memory-mapped.
+    """Write the sequences of records into a folder, and return the arrays memory-mapped.
+
+    If the folder cannot be written or `encoded` raises an error, no folder is left.
 
     Args:
         place: the folder.
         encoded: yields records with their sequences.
-        facts: values to save; `encoded` may change them until it has yielded its last sequence.
+        facts: plain values to store in the manifest. They are written last, so `encoded` may change
+            them while it yields sequences.
 
     Raises:
-        OSError: the folder cannot be written. After this, or an error of `encoded`, no folder is
-            left.
+        OSError: the folder cannot be written.
     """
 
     def fill(aside: Path) -> tuple[ArrayKinds, dict[str, Any]]:
@@ -292,20 +302,23 @@ def write_tokens(
 
 
 class ReferenceLogProbs:
-    """Log-probabilities of one source's tokens under a reference model, in the cache.
+    """Log-probabilities of one source's tokens under a reference model, stored in the cache.
 
-    Sequences are written in any order. Each is marked as done once its numbers are on disk, so that
-    a killed pass can be resumed. The cache key stays the same if the loss, or the way in which the
-    numbers are computed, changes.
+    Sequences may be written in any order. Each sequence is marked as done once its
+    log-probabilities are on disk, so a computation that was killed can be resumed. The cache key
+    does not depend on the loss or on the way in which log-probabilities are computed, such as the
+    chunk size. Log-probabilities that are on disk are therefore used again if only these have
+    changed.
     """
 
     def __init__(
         self, folder: Path, source: TokenizedSource, facts: Mapping[str, Any], dtype: str
     ) -> None:
-        """Open the folder of log-probabilities, or create it with none of them computed.
+        """Open the log-probabilities of a source, or create their folder, in which no sequence is
+        done yet.
 
         Args:
-            folder: the cache's folder.
+            folder: the cache's folder, which holds the folders of all sources.
             source: the source.
             facts: plain values, besides the tokens, on which the log-probabilities depend.
             dtype: the dtype of the log-probabilities.
@@ -337,8 +350,13 @@ class ReferenceLogProbs:
         return bool(self._done[list(rows)].all())
 
     def write(self, found: Mapping[int, npt.NDArray[Any]]) -> None:
-        """Write log-probabilities of sequences (`found`, by row), and mark the rows once these
-        numbers are on disk. A truncated sequence fills only the first part of its row."""
+        """Write the log-probabilities of some sequences, and mark the sequences as done once the
+        log-probabilities are on disk.
+
+        Args:
+            found: log-probabilities by row of the sequence. A truncated sequence may have fewer
+                than there is room for; the room that is left keeps its values.
+        """
         for row, values in found.items():
             start = self._start(row)
             self._log_probs[start : start + len(values)] = values

@@ -1,15 +1,18 @@
 """Render conversations with a chat template, and find the assistant's answers in the text.
 
 A template with `{% generation %}` tags shows where the answers are: a mark is rendered at each tag,
-and removed from the text. For any other template, two texts are rendered for each answer: the
-prompt for it, and the conversation up to the end of the answer. The answer is what the second text
-adds to the first. The whole conversation's text must begin with both texts, which is checked: a
-template may, for instance, drop the reasoning of earlier answers. If it does not, furlong uses one
-of its training templates that writes the same answers as the model's template, if there is one.
+and then removed from the text.
 
-The text is checked, too: each content, thought, tool call and tool result is searched in the text
-of its message. Each answer that is trained on, and each user or tool message before such an answer,
-must be there whole. Anything else that is missing is counted and noted.
+For any other template, two texts are rendered for each answer: the prompt for it, and the
+conversation up to the end of the answer. The answer is what the second text adds to the first. The
+whole conversation's text must begin with both texts, which is checked. A template fails this check
+if, for instance, it drops the reasoning of earlier answers. furlong then uses one of its training
+templates that writes the same answers as the model's template, if there is one.
+
+The text is also checked for what it leaves out: each content, thought, tool call and tool result is
+searched in the text of its message. It is an error if part of an answer that is trained on, or of a
+user or tool message before such an answer, is missing. Anything else that is missing is counted,
+and reported with the other counts of the source.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """A conversation of a record."""
+    """A conversation of a record: its turns and tools, and which of the turns are trained on."""
 
     origin: str
     """File and line of the record."""
@@ -93,7 +96,8 @@ class ChatTemplate:
     """Renders conversations with a tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any, eot_tokens: Iterable[str] = ()) -> None:
-        """Use a tokenizer's template. `eot_tokens`: ends of turns, trained on after an answer."""
+        """Use the chat template of a tokenizer. `eot_tokens`: tokens that end a turn; after an
+        answer, they are trained on."""
         self._tokenizer = tokenizer
         ends = self._eot_tokens = tuple(eot_tokens)
         self._end = re.compile(rf"\s*({'|'.join(map(re.escape, ends))})") if ends else None
@@ -160,9 +164,13 @@ class ChatTemplate:
         return f"set data.chat_template to {names}, or use the tokenizer of a chat model"
 
     def _change(self, own: Turns, template: _Template) -> str | None:
-        """Return, in words, a change of the run's settings after which the conversation can be
-        trained on, or None. Three changes are tried: switches of the template, templates of furlong
-        that write the same prompt, and training on the last answers alone."""
+        """Return a change of the run's settings after which the conversation can be trained on, as
+        advice in words; None if no change helps.
+
+        Three kinds of change are tried: another value for a key of `chat_template_kwargs` that the
+        template reads, one of furlong's templates that writes the same prompt, and training on the
+        last answers alone.
+        """
         tries = [
             (f"set data.chat_template_kwargs: {{{name}: {json.dumps(value)}}}", template,
              replace(own, kwargs={**own.kwargs, name: value}))
@@ -185,7 +193,9 @@ class ChatTemplate:
     def _on_the_end(
         self, own: Turns, template: _Template, text: str, ranges: list[Range]
     ) -> Iterator[str]:
-        """Yield a note unless the last answer ends with a token at which the model stops."""
+        """Yield a note on the conversation if its last answer does not end with a token at which
+        the model stops. `text`: the text of the conversation; `ranges`: its ranges that are trained
+        on."""
         if not ranges:
             return
         end = _end_of(text[slice(*ranges[-1])], self._stops)
@@ -227,9 +237,12 @@ class ChatTemplate:
         self, own: Turns, template: _Template, *, is_proved: bool = True
     ) -> tuple[str, list[Range], list[str]]:
         """Return the text of a conversation, the ranges that are trained on (empty if the whole
-        text is trained on), and notes. Each form of tool calls (`_shapes`) is tried until the
-        template renders one and leaves out nothing. `is_proved`: check that nothing is left out.
-        Raises DataError."""
+        text is trained on), and notes.
+
+        Templates expect tool calls in different forms, so each form in `_shapes` is tried until one
+        raises no error. `is_proved`: whether to check what the text leaves out; see
+        `_Template.proved`. Raises DataError if each form raises an error.
+        """
         errors: list[DataError] = []
         for shape in _shapes(own):
             shaped = replace(own, turns=[shape(turn) for turn in own.turns])
@@ -265,8 +278,13 @@ class ChatTemplate:
         return self._trained_by[template]
 
     def _writes_the_same(self, own: Turns, template: _Template, other: _Template) -> bool:
-        """Return whether both templates render test conversations alike. Conversations with one
-        answer must be equal as a whole, others in their last answer."""
+        """Return whether two templates write the same answers in a few test conversations
+        (`PROBES`).
+
+        If a conversation has one answer, the whole texts must be equal; otherwise, the last answers
+        must be equal. Conversations that `template` cannot render are skipped, and the result is
+        false unless more than half remain. `own`: the conversation whose file and line errors name.
+        """
         num_same = 0
         for turns, has_tools in PROBES:
             probe = Turns(own.origin, turns, [TOOL] if has_tools else None, len(turns) - 1)
@@ -288,8 +306,11 @@ class ChatTemplate:
         return num_same > len(PROBES) // 2
 
     def _as_generated(self, own: Turns, text: str, ranges: list[Range]) -> list[Range]:
-        """Return the answers' ranges, each extended by an `eot_token` right after it. A range
-        begins after an empty thought that the template has put at the start of the answer."""
+        """Return the answers' ranges, changed to cover what a model generates.
+
+        If an `eot_token` follows an answer, the range is extended by it. If the template has put an
+        empty thought at the start of an answer, the range begins after this thought.
+        """
         is_own = any(_EMPTY.search(turn.get("content", "")) for turn in own.turns)
         found = []
         for start, stop in ranges:
@@ -346,11 +367,12 @@ class _Template:
     def by_prefixes(self, own: Turns) -> tuple[str, list[Range]]:
         """Return the text of a conversation, and the range that each answer adds to its prompt.
 
-        Rendering two prefixes for every answer takes time quadratic in the number of answers. So
-        prefixes are rendered only for the first, a middle and the last answer of each kind. Answers
-        are of one kind if their messages, and the messages beside them, have the same roles and
-        keys. The rendered answers show which texts separate an answer from the contents before and
-        after it. These texts locate the other answers of the kind. Raises DataError.
+        Rendering two texts for every answer would take time quadratic in the number of answers. So
+        the answers are first sorted into kinds: two answers are of one kind if their messages, and
+        the messages beside them, have the same roles and keys. Only the first, a middle and the
+        last answer of each kind are rendered. They show which texts separate an answer from the
+        contents before and after it. These texts locate the other answers of the kind. Raises
+        DataError.
         """
         text = self.write(own)
         kinds: dict[Any, list[int]] = {}
@@ -378,9 +400,11 @@ class _Template:
         return text, [found[number] for number in sorted(found)]
 
     def _contents(self, own: Turns, text: str) -> dict[int, Range]:
-        """Return the range of each user or tool content in the text, by index of the message. To
-        locate the contents, each is rendered between two marks. Empty if the marks change anything
-        else in the text."""
+        """Return the range of each user or tool content in the text, by index of the message.
+
+        To locate the contents, the conversation is rendered again with a mark before and after each
+        content. If the marks change anything else in the text, the result is empty.
+        """
         turns, marked = [*own.turns], []
         for number, turn in enumerate(turns):
             if turn["role"] in ("user", "tool") and (content := turn.get("content", "").strip()):
@@ -491,8 +515,12 @@ class _Template:
         path: tuple[Any, ...],
         value: Any,
     ) -> bool:
-        """Return whether the template writes the value at `path` in message `number` (-1: in the
-        tools): whether the text changes, or the template fails, when the value is replaced."""
+        """Return whether the template writes a certain value: whether the text changes, or the
+        template fails, when the value is replaced.
+
+        `text`: the conversation's text with the value. `number`: the index of the message that
+        holds the value; -1 for the tools. `path`: the keys that lead to the value in the message.
+        """
         changed: Any = deepcopy({"tools": own.tools} if number < 0 else own.turns[number])
         place = changed
         for key in path[:-1]:
@@ -511,8 +539,11 @@ class _Template:
     def write(
         self, own: Turns, num_turns: int | None = None, *, prompt: bool = False, tags: bool = False
     ) -> str:
-        """Render the first `num_turns` turns, followed by a generation prompt (`prompt`) or with a
-        mark at each generation tag (`tags`). Raises DataError."""
+        """Return the text of the first `num_turns` turns, by default of all. Raises DataError.
+
+        `prompt`: whether a generation prompt follows the turns. `tags`: whether a mark is written
+        at each generation tag.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self._takes_parts is None:
@@ -587,8 +618,11 @@ def _with_null(turn: Turn) -> Turn:
 
 
 def _as_openai_has_it(turn: Turn) -> Turn:
-    """Return a turn whose tool calls are as in OpenAI's API, which some templates expect: arguments
-    as JSON in a string, and a content that may be null."""
+    """Return a turn with its tool calls in the form of OpenAI's API, which some templates expect.
+
+    The arguments are a string of JSON, and an empty content is None. A turn without tool calls is
+    returned unchanged.
+    """
     calls = deepcopy(turn.get("tool_calls", ()))
     for function in (call["function"] for call in calls):
         if not isinstance(function["arguments"], str):
@@ -634,8 +668,11 @@ def _values(turn: Turn) -> Iterator[tuple[tuple[Any, ...], Any]]:
 def _of_function(
     given: Mapping[str, Any], path: tuple[Any, ...], keys: Iterable[str]
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the path and value of each scalar under `keys` in a tool or tool call (`given`, at
-    `path`), or in its `function` if it has one."""
+    """Yield the path and value of each scalar below `keys` in a tool or tool call (`given`).
+
+    If `given` has a key `function`, `keys` are read from that object instead. `path`: the path of
+    `given` in its message, with which each yielded path begins.
+    """
     own, path = (given["function"], (*path, "function")) if "function" in given else (given, path)
     for key in keys:
         yield from _leaves(own.get(key), (*path, key))
@@ -651,7 +688,8 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 
 def _forms(value: Any) -> Iterator[str]:
-    """Yield the texts that a template may write for a value."""
+    """Yield the forms in which a template may write a value. They are, for a text, the text itself
+    and the text with escapes of JSON or Python; for any other value, its JSON and its `str`."""
     if not isinstance(value, str):
         yield from (json.dumps(value), str(value))
         return
@@ -663,9 +701,12 @@ def _forms(value: Any) -> Iterator[str]:
 def _missing(
     own: Turns, text: str, places: Mapping[int, Range]
 ) -> list[tuple[int, tuple[Any, ...], Any]]:
-    """Return the values that occur in the text in none of their forms (`_forms`): index of the
-    message (-1: tools), path of keys, and value. Each value is searched in the range that `places`
-    has for its message, and no two values share characters."""
+    """Return the values that a conversation's text leaves out, each as a tuple: index of its
+    message (-1: the tools), path of keys, and value.
+
+    A value is left out if none of its forms (`_forms`) is in its message's part of the text, which
+    is the range in `places` with the message's index. No two values share characters.
+    """
     wanted = [(n, *found) for n, turn in enumerate(own.turns) for found in _values(turn)]
     for number, tool in enumerate(own.tools or ()):
         said = _of_function(tool, ("tools", number), ("name", "description"))
@@ -694,9 +735,12 @@ def _parts(text: str, ranges: list[Range]) -> list[str]:
 
 
 def _with_mark(tag: re.Match[str]) -> str:
-    """Return a generation tag, with an expression inside it that writes a mark. An assignment
-    stands between the mark and the answer: templates trim an answer's white space only beside a
-    tag, and an assignment is a tag."""
+    """Return a generation tag, with an expression beside it that writes a mark where the answer
+    begins or ends. `tag`: the match of the tag in the template.
+
+    A tag that sets a variable stands between the mark and the answer: templates trim an answer's
+    white space only beside a tag, and an expression is no tag.
+    """
     before, is_end, behind = tag.groups()
     if is_end:
         return f"{{%{before} set furlong = 0 %}}{{{{ '{_CLOSE}' }}}}{{% endgeneration {behind}%}}"

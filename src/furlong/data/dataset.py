@@ -58,7 +58,7 @@ SEQUENCES = "the order of the sequences"
 
 
 class DataSet:
-    """Sequences by number, which are read from disk when they are used.
+    """The data set of a run: its sequences, which are read from disk when they are used.
 
     The number of a sequence is its `seq_id`. A pair is two sequences, chosen at 2i and rejected at
     2i + 1.
@@ -89,8 +89,12 @@ class DataSet:
         self._keep(kept & ~short)
 
     def _fitted(self) -> npt.NDArray[np.bool_]:
-        """Make one sequence of each cached row, or several as `data.too_long` says. Return a mask
-        (U,) of the units to keep. A unit (a sequence, or the two of a pair) is drawn as a whole."""
+        """Make the sequences of a data set without `data.join`: one for each row in the cache, or
+        several if `data.too_long` is "split" and the row is too long.
+
+        Return a mask (U,) of the units to keep, which excludes those that `data.too_long` drops. A
+        unit is drawn as a whole: a sequence, or the two of a pair.
+        """
         parts, too_long = self.parts, self.settings.too_long
         lens = np.concatenate([part.seq_lens for part in parts])
         starts = np.concatenate([part.starts + self._offsets[i] for i, part in enumerate(parts)])
@@ -131,11 +135,11 @@ class DataSet:
         return ~self._any(is_long[self._rows] & (too_long == "drop"))
 
     def _joined(self) -> npt.NDArray[np.bool_]:
-        """Make sequences by joining consecutive texts in the cache, and return a mask (U,) that
-        keeps all.
+        """Make the sequences of a data set with `data.join`: the texts of a source are concatenated
+        and cut. Return a mask (U,) that keeps all sequences.
 
-        Each sequence begins at some token of a row, and continues into the rows that follow. The
-        last sequence of a source has the remaining tokens.
+        Each sequence begins at some token of a row in the cache, and continues into the rows that
+        follow. The last sequence of a source has the remaining tokens.
         """
         rows, begins, lens = [], [], []
         limit = self.settings.max_seq_len
@@ -153,8 +157,8 @@ class DataSet:
         return np.ones(len(self._rows), bool)
 
     def _any(self, of_rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return a mask (U,): whether a unit (a sequence or pair) has a sequence marked in
-        `of_rows`."""
+        """Return a mask (U,): whether at least one sequence of a unit is True in the mask `of_rows`
+        (N,) of all sequences. A unit is a sequence or the two of a pair."""
         if not len(self.units):
             return np.zeros(0, bool)
         return np.asarray(np.logical_or.reduceat(of_rows, self.units[:, 0]))
@@ -266,7 +270,7 @@ class DataSet:
 
     @property
     def noun(self) -> str:
-        """The word, for messages, for an item that is drawn: sequence, pair or answer."""
+        """The noun for one item that is drawn, used in messages: "sequence", "pair" or "answer"."""
         return self.parts[0].noun
 
     @property
@@ -279,12 +283,14 @@ class DataSet:
 
     @property
     def has_label(self) -> npt.NDArray[np.bool_]:
-        """(U,) whether each unit, a sequence or a pair that is drawn as one, has a label."""
+        """Mask (U,): whether each unit has a token with a label. A unit is drawn as a whole: a
+        sequence, or the two of a pair."""
         return self._any(self.valid_tokens > 0)
 
     @property
     def unit_lens(self) -> npt.NDArray[np.int64]:
-        """(U,) the number of tokens of each unit, a sequence or a pair that is drawn as one."""
+        """Array (U,): the number of tokens of each unit. A unit is drawn as a whole: a sequence, or
+        the two of a pair."""
         return np.asarray(np.add.reduceat(self.seq_lens, self.units[:, 0]))
 
     def num_shared(self, unit: int) -> int:
@@ -299,19 +305,20 @@ class DataSet:
         return self.seq_lens[sequence_indices(self.units[self.mixture.order(seed, 0)])]
 
     def row(self, seq_id: int) -> tuple[int, int]:
-        """Return the number of a sequence's source, and its row in the cache of that source."""
+        """Return the number of the source of a sequence, and the sequence's row in the cache of
+        that source."""
         return self._find(int(self._rows[seq_id]))
 
     def _find(self, row: int) -> tuple[int, int]:
-        """Return a row's source, by number, and its row in the source's cache. `row` counts the
-        rows of all sources."""
+        """Return the number of the source that a row belongs to, and the index of the row in the
+        cache of that source. `row`: the index of the row among the rows of all sources."""
         number = int(np.searchsorted(self._offsets, row, side="right")) - 1
         return number, row - int(self._offsets[number])
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Checksums that change when a `seq_id` means another sequence. Keys say what each checksum
-        covers."""
+        """Checksums of the data set, with keys that say what each checksum covers. At least one of
+        them changes if some `seq_id` stands for another sequence than before."""
         named = {
             f"the sequences of {named_source(part.source)}": part.tokens_key for part in self.parts
         }
@@ -325,7 +332,7 @@ class DataSet:
         return named | {SEQUENCES: cache_key(keys, self.mixture.weights, order.hexdigest())}
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Require token ids and labels below `vocab_size`. Raises DataError."""
+        """Raise DataError if a token id or a label is not below `vocab_size`."""
         for part in self.parts:
             if part.notes["highest"] < vocab_size:
                 continue
@@ -375,8 +382,8 @@ class DataSet:
         return line
 
     def _require_splittable(self, lens: npt.NDArray[np.int64], limit: int) -> None:
-        """Require that each sequence longer than `limit` has a format that may be cut. Raises
-        DataError."""
+        """Raise DataError if a sequence longer than `limit` is of a format that may not be cut.
+        `lens`: the lengths of all rows in the cache."""
         for number, part in enumerate(self.parts):
             own = lens[self._offsets[number] : self._offsets[number + 1]]
             format = part.notes["format"]
@@ -412,7 +419,8 @@ class DataSet:
 
 
 def format_in_words(facts: Mapping[str, Any]) -> str:
-    """Return the format of a source in words, with the fields that are used and not used."""
+    """Return in words the format of a source, with the fields that are used and those that are not.
+    `facts`: the values stored beside its tokens."""
     words = f"format {facts['format']}"
     if fields := facts["fields"]:
         words += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
@@ -486,8 +494,11 @@ def load_data(
 
 
 def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
-    """Return a list with a warning if held-out data is trained on: the same records, or a source
-    with equal tokens."""
+    """Return a list with one warning if held-out data is trained on, otherwise an empty list.
+
+    Held-out data is trained on if a record is in both data sets, or if a source of one has the same
+    tokens as a source of the other.
+    """
     contents = {part.tokens_key for part in train.parts}
     shared = []
     for part in held_out.parts:
@@ -519,7 +530,10 @@ def _overlap(one: TokenizedSource, other: TokenizedSource) -> list[str]:
 
 
 def unknown_token(given: str, vocab_size: int, origin: str) -> DataError:
-    """Return the error about a token id or label outside of a model's vocabulary."""
+    """Return the error for a token id or label that is not in a model's vocabulary.
+
+    `given`: the id in words. `origin`: file and line of the sequence that has the id.
+    """
     return DataError(
         given=given,
         required=f"ids below {vocab_size}, the model's vocab_size",
@@ -530,7 +544,11 @@ def unknown_token(given: str, vocab_size: int, origin: str) -> DataError:
 
 
 def above_limit(given: str, limit: int, origin: str, format: str) -> DataError:
-    """Return the error about a sequence longer than data.max_seq_len."""
+    """Return the error for a sequence longer than data.max_seq_len (`limit`).
+
+    `given`: the sequence and its length in words. `origin`: file and line of the sequence.
+    `format`: the format of its record, which decides whether it could be split.
+    """
     ways, required = "truncate, drop or split", f"at most data.max_seq_len = {limit:,}"
     if format not in SPLIT:
         ways = "truncate or drop"
@@ -544,7 +562,11 @@ def above_limit(given: str, limit: int, origin: str, format: str) -> DataError:
 
 
 def nothing_to_learn(given: str, key: str, change: str = _LOOK) -> DataError:
-    """Return the error about sequences of which none has a label."""
+    """Return the error for data in which no sequence has a label.
+
+    `given`: the data in words. `key`: the key of the run file that names the data. `change`:
+    advice.
+    """
     return DataError(
         given=given,
         required="at least one token that is to be predicted from one before it",
@@ -554,7 +576,8 @@ def nothing_to_learn(given: str, key: str, change: str = _LOOK) -> DataError:
 
 
 def check_joined(format: str, tokenizer: Any, origin: str) -> None:
-    """Require sequences that data.join can concatenate: texts that end in EOS. Raises DataError."""
+    """Raise DataError unless data.join can concatenate the records of a source: they are texts, and
+    the tokenizer has an EOS to end each text with. `origin`: the source, for the message."""
     given = f"format {format}" if format != "text" else "a tokenizer without EOS"
     if format != "text" or tokenizer.eos_token_id is None:
         raise DataError(
@@ -566,8 +589,12 @@ def check_joined(format: str, tokenizer: Any, origin: str) -> None:
 
 
 def refuse_repeated(listings: Items[Listing], key: str, change: str = _NAME_ONCE) -> None:
-    """Require that no file is in two sources: its records would be trained on twice as often.
-    Raises DataError."""
+    """Raise DataError if a file is in two sources, since its records would be trained on twice as
+    often.
+
+    `listings`: the files of each source. `key`: the key of the run file that names the sources.
+    `change`: advice for the error.
+    """
     named = Counter(
         path for listing in listings for path in {file.path.resolve() for file in listing.files}
     )
@@ -594,7 +621,10 @@ def _encoded(
     limit: int | None,
 ) -> Iterator[tuple[SourceRecord, list[Encoded]]]:
     """Yield a source's records with their sequences. Fill `facts` with the values to store beside
-    the tokens: format, fields, highest token id and counts."""
+    the tokens: format, fields, highest token id and counts.
+
+    `reading`: how records become sequences. `limit`: the most records to read; None for all.
+    """
     notes = Notes()
     records = partial(read_records, listing, fields=reading.columns, key=key, limit=limit)
     first = next(records(notes=Notes()))

@@ -1,7 +1,7 @@
-"""Read fields, turns and texts of a record under furlong's names.
+"""Read the fields of a record, and convert them to furlong's names and forms.
 
 Handles fields that a run renames (`data.fields`), turns with the keys `from` and `value`, other
-names of roles, parts of contents, calls of tools in several forms, and JSON in texts.
+names of roles, contents that are lists of parts, tool calls in several forms, and JSON in texts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def columns(fields: Mapping[str, Any]) -> frozenset[str]:
 
 
 def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceRecord, dict[str, str]]:
-    """Return the record with furlong's names of fields, and the data's name of each renamed field.
+    """Return the record with its fields renamed to furlong's names, and a dict of the fields that
+    were renamed: furlong's name -> name in the data.
 
     Args:
         record: a record as it was read.
@@ -77,12 +78,13 @@ def renamed(record: SourceRecord, fields: Mapping[str, Any]) -> tuple[SourceReco
 def read_values(
     record: SourceRecord, fields: Mapping[str, Any], used: Collection[str], template: str = ""
 ) -> SourceRecord:
-    """Return the record with its turns in one form, and with its JSON texts parsed.
+    """Return the record with its turns in one form (`role`, `content` and other keys of furlong),
+    and with texts of JSON parsed.
 
     Args:
-        record: a record under furlong's names.
+        record: a record with furlong's names of fields.
         fields: `data.fields`.
-        used: the fields that its format reads.
+        used: the fields that the format of the record reads; other fields are not changed.
         template: the text of the chat template; if it writes <tool_response> tags, those in the
             data are removed.
 
@@ -210,8 +212,8 @@ def answers(turns: list[Turn]) -> bool:
 
 
 def may_be_trained(turn: Mapping[str, Any]) -> bool:
-    """Return whether a message may be trained on: its keys `MARKS`, such as `train`, may forbid
-    that."""
+    """Return whether a message may be trained on: none of its loss marks (`MARKS`, such as `train`)
+    is 0 or false."""
     return all(turn.get(mark, True) for mark in MARKS)
 
 
@@ -256,10 +258,11 @@ def instruction_turns(record: SourceRecord, answer: str | None = None) -> list[T
 def _turns(
     record: SourceRecord, field: str, turns: list[Any], fields: Mapping[str, Any]
 ) -> list[Any]:
-    """Return turns with furlong's names of keys and roles.
+    """Return turns with keys and roles renamed to furlong's, such as `from` to `role` and "human"
+    to "user".
 
-    Tool calls without a text are joined to the assistant's message right before them. An item that
-    is no object stays as it is. Raises DataError.
+    Tool calls without a text are joined to the assistant's message right before them. A turn that
+    is no dict stays as it is. Raises DataError.
     """
     roles = {**_ROLES, **fields.get("roles", {})}
     renamed = {theirs: ours for ours, theirs in fields.items() if ours in TURN_FIELDS}
@@ -308,8 +311,12 @@ def _turns(
 
 
 def _read_parts(record: SourceRecord, message: str, turn: Turn) -> list[Turn]:
-    """Move reasoning and tool calls from content parts to keys of the turn. Return tool results
-    among the parts as messages. Raises DataError."""
+    """Take reasoning, tool calls and tool results out of the content of a turn, if the content is a
+    list of parts.
+
+    Reasoning and tool calls become keys of `turn`, which is changed in place. Tool results are
+    returned as messages of role `tool`; without tool results the list is empty. Raises DataError.
+    """
     results: list[Turn] = []
     rest, calls, thoughts = [], [], []
     for part in turn["content"] if isinstance(turn.get("content"), list) else ():
@@ -336,8 +343,9 @@ def _read_parts(record: SourceRecord, message: str, turn: Turn) -> list[Turn]:
 
 
 def _without_tags(turn: Any) -> list[Any]:
-    """Return each tool result in a message as a message of its own, without the tags that the chat
-    template writes around it."""
+    """Return a message as a list. A message that consists of tool results in <tool_response> tags
+    becomes one message for each result, without the tags: the chat template writes them around each
+    result. Any other message is the only item, unchanged."""
     said = turn.get("content") if isinstance(turn, dict) and turn.get("role") == "tool" else None
     if not isinstance(said, str) or not said.strip() or _RESPONSE.sub("", said):
         return [turn]
@@ -345,7 +353,12 @@ def _without_tags(turn: Any) -> list[Any]:
 
 
 def _calls(record: SourceRecord, message: str, given: Any) -> list[Any]:
-    """Return tool calls with their arguments as objects. Raises DataError."""
+    """Return tool calls as `{"type": "function", "function": {"name": ..., "arguments": {...}}}`.
+    Arguments that are text are parsed as JSON, but stay a text if they are invalid. Raises
+    DataError.
+
+    `given`: one call, a list of calls, or either as a text of JSON.
+    """
     calls = _of_json(record, f"{message}: the call", given) if isinstance(given, str) else given
     found = []
     for call in calls if isinstance(calls, list) else [calls]:
@@ -394,8 +407,11 @@ def _text_of_part(record: SourceRecord, part: Any, message: str) -> str:
 
 
 def _check_marks(record: SourceRecord, turn: Turn, message: str) -> None:
-    """Require that a message's loss marks (`MARKS`, such as `train`) are 0 or 1, and that marks of
-    1, except `weight`, are on the assistant's messages only. Raises DataError."""
+    """Raise DataError for a message with a wrong loss mark (`MARKS`, such as `train`).
+
+    Each mark must be 0 or 1. Only messages of the assistant may have a mark of 1; the mark `weight`
+    may be 1 on any message.
+    """
     for mark in MARKS:
         value = turn.get(mark, True)
         others = mark != "weight" and value and mark in turn and turn["role"] != "assistant"

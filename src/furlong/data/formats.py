@@ -79,7 +79,8 @@ def read_tokens(record: SourceRecord) -> tuple[Encoded]:
 
 
 def read_chat(record: SourceRecord) -> tuple[Turns] | str:
-    """Return a conversation whose answers are trained on, or why the record is left out."""
+    """Return a conversation whose answers are trained on, or the reason, in words, why the record
+    is left out."""
     turns = messages_of(record, "messages")
     return (Turns(record.origin, turns, tools_of(record)),) if turns else BLANK
 
@@ -110,8 +111,8 @@ def instruction_text(record: SourceRecord) -> tuple[Rendered]:
 
 
 def read_completion(record: SourceRecord) -> tuple[Rendered | Turns] | str:
-    """Return prompt and completion, which are texts or lists of turns, as one; the completion is
-    trained on. Or return why the record is left out."""
+    """Return prompt and completion as one text or conversation, in which the completion is trained
+    on. If both are empty, return why the record is left out."""
     if isinstance(record.fields["prompt"], list):
         prompt = messages_of(record, "prompt")
         turns = prompt + messages_of(record, "completion")
@@ -122,14 +123,19 @@ def read_completion(record: SourceRecord) -> tuple[Rendered | Turns] | str:
 
 
 def read_text(record: SourceRecord) -> tuple[Rendered] | str:
-    """Return a text, all of which is trained on, or why the record is left out."""
+    """Return a text, all of which is trained on, or the reason, in words, why the record is left
+    out."""
     text = text_of(record, "text")
     return (Rendered(text),) if text.strip() else BLANK
 
 
 def read_unpaired(record: SourceRecord) -> tuple[Rendered | Turns | Encoded, ...] | str:
-    """Return the answer that `label` calls desirable or not: a completion, an instruction's output,
-    or the answers after the last user message. Or return why the record is left out."""
+    """Return an answer that `label` calls desirable (1) or undesirable (0), with its prompt; or
+    return why the record is left out.
+
+    The answer is a completion, the output of an instruction, or all answers after the last user
+    message of a conversation.
+    """
     label = record.fields["label"]
     if label not in (0, 1):
         raise record.refusal(
@@ -235,7 +241,8 @@ class Reading:
 
     @property
     def key(self) -> dict[str, Any]:
-        """The plain values that determine tokens and labels."""
+        """The settings as plain values, to be part of a cache key: they determine tokens and
+        labels."""
         return asdict(self)
 
     def decided(self, first: SourceRecord) -> Reading:
@@ -251,15 +258,16 @@ class Reading:
         return replace(self, format=decide_format(first, self.fields))
 
     def facts(self, first: SourceRecord) -> dict[str, Any]:
-        """Return the format, and the fields that the format needs, as the first record names
-        them."""
+        """Return `{"format": ..., "fields": ...}`: the format, and the names of the fields that the
+        format requires, as they are in the first record."""
         assert self.format != "auto"
         _, names = renamed(first, self.fields)
         needed = FORMATS[self.format].needed if first.line else ()
         return {"format": self.format, "fields": [names.get(name, name) for name in needed]}
 
     def turns(self, turns: Turns, record: SourceRecord) -> Turns:
-        """Return the conversation with `chat_template_kwargs` and the choice of trained turns.
+        """Return the conversation with two settings added: `chat_template_kwargs` (of the run,
+        overridden by those of the record), and which turns are trained on (`train_on`).
 
         Raises:
             DataError: the record's chat_template_kwargs are invalid, or a message is marked as not
@@ -419,8 +427,8 @@ def decide_format(first: SourceRecord, fields: Mapping[str, Any]) -> Format:
 
 
 def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}) -> DataError:
-    """Return the error about a record that lacks the fields of these formats. `names`: the data's
-    name of each field, by furlong's name."""
+    """Return the error for a record that has the fields of none of these formats. `names`: the name
+    in the data for each of furlong's names."""
     required = " or ".join(
         " + ".join(names.get(name, name) for name in FORMATS[format].needed) for format in formats
     )
@@ -451,8 +459,9 @@ def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}
 
 
 def _renaming(fields: Mapping[str, Any]) -> str:
-    """Return, as text, the `data.fields` with which a record of no known format may be read; empty
-    if its fields do not suit."""
+    """Return a value of `data.fields` with which a record of no known format could be read, as text
+    for advice: `prompt: question, completion: answer`. Return "" if the record has no such
+    fields."""
     texts = [name for name, value in fields.items() if isinstance(value, str) or value is ...]
     asked, said = (next((n for n in names if n in texts), "") for names in (_ASKED, SAID))
     for name, value in fields.items():

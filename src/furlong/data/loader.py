@@ -25,7 +25,7 @@ Units = npt.NDArray[np.int64]
 
 
 class Sequences(Protocol):
-    """Sequences by number, such as a data set or a list."""
+    """Protocol of a data set or a list: sequences that are read by their number."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, seq_id: int, /) -> Sequence: ...
@@ -116,8 +116,12 @@ class Mixture:
 
 
 def _draw(size: int, draws: int, seed: tuple[int, int], epoch: int) -> npt.NDArray[np.int64]:
-    """Return an epoch's draws from a source of `size` sequences: elements [epoch * draws, (epoch +
-    1) * draws) of its concatenated random passes."""
+    """Return the indices of the sequences that an epoch draws from a source of `size` sequences.
+
+    Random permutations of the source, each with another seed, follow each other without end. Epoch
+    number `epoch` takes `draws` elements of them, from position epoch * draws on. The result is in
+    no certain order: the caller shuffles it.
+    """
     first, stop = epoch * draws, (epoch + 1) * draws
     drawn = [np.zeros(0, np.int64)]
     while first < stop:
@@ -166,7 +170,8 @@ def count_steps(num_epochs: float, epochs: Epochs, has_label: npt.NDArray[np.boo
 
 
 def describe_batches(epochs: Epochs, noun: str = "sequence") -> str:
-    """Return the sizes of the first epoch's global batches in words; `noun` is what is drawn.
+    """Return the sizes of the first epoch's global batches in words. `noun`: the word for a drawn
+    item.
 
     Raises:
         ConfigError: an epoch is smaller than one batch.
@@ -237,7 +242,8 @@ def _drawn(sequences: Sequences, units: Units) -> tuple[Sequence, ...]:
 def with_lookahead(
     batches: Iterator[TrainBatch], on_next: Callable[[TrainBatch], None]
 ) -> Iterator[TrainBatch]:
-    """Yield the batches; `on_next` gets each batch before the preceding one is yielded."""
+    """Yield the batches, with one batch of lookahead: before a batch is yielded, `on_next` has been
+    called with that batch and with the next one."""
     following = next(batches)
     on_next(following)
     for batch in batches:

@@ -61,10 +61,12 @@ def is_of_texts(record: SourceRecord) -> bool:
 
 
 def check_pair(pair: Items[Encoded], *, of_texts: bool) -> list[Encoded] | str:
-    """Return the two sequences of a pair, or the reason why the pair is left out.
+    """Return the two sequences of a pair, or the reason why the pair is left out: both are equal,
+    or one has no answer.
 
-    In plain texts (`of_texts`), the first token that differs and all tokens after it are trained
-    on: the last word of the common beginning may be tokenized differently in each text.
+    In plain texts (`of_texts`), labels are added to the first token that differs and to all tokens
+    after it, so that these are trained on. The last word of the common beginning may be tokenized
+    differently in each text.
     """
     chosen, rejected = pair
     if np.array_equal(chosen.input_ids, rejected.input_ids):

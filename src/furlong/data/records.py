@@ -73,14 +73,14 @@ class Notes(dict[str, list[int]]):
         self.num_records = 0
 
     def add(self, what: str, file: int, line: int, number: int = 1) -> None:
-        """Count the reason `what`, `number` times, for the record at this file and line."""
+        """Add `number` to the count of a reason (`what`). `file`, `line`: where the record is."""
         if number:
             self.setdefault(what, [0, file, line])[0] += number
 
 
 def left_out(notes: Mapping[str, Items[int]], listing: Listing | None = None) -> str:
-    """Return the counts as text, each after a comma; with `listing`, also the first record of each
-    count."""
+    """Return the counts as text, such as `, 3 empty answers`, with a comma before each count. If
+    `listing` is given, also name file and line of the first record of each count."""
     return "".join(
         f", {count:,} {what}" + (f" (first: {listing.files[file].origin(line)})" if listing else "")
         for what, (count, file, line) in notes.items()
@@ -103,7 +103,11 @@ class SourceRecord:
     def refusal(
         self, given: str, required: str, change: str = "mend or remove the record"
     ) -> DataError:
-        """Return the error that says why this record cannot be trained on."""
+        """Return the error that says why this record cannot be trained on.
+
+        `given`: the wrong value, in words. `required`: what is accepted. `change`: how to fix the
+        record.
+        """
         return DataError(given=given, required=required, source=self.origin, change=change)
 
 
@@ -478,9 +482,10 @@ def _table_rows(
 ) -> tuple[int, Iterator[dict[str, Any]]]:
     """Return the number of the first row that is read, and an iterator over the rows of a table.
 
-    Columns in `fields` and columns of numbers are decoded. A column of images or sound is `...`
-    where a row has a value and None where it has none; any other column is `...`. Row groups of
-    Parquet that end before row `skip` are not read.
+    Columns in `fields` and columns of numbers are decoded. The other columns are not: a value in a
+    column of images or sound is `...` (Ellipsis), or None if the row has none there, and any value
+    in another column is `...`. Row groups of a Parquet file that end before row `skip` are not
+    read.
 
     pyarrow reads the file and `datasets` decodes its types: the reader of `datasets` would take the
     path for a pattern, lock files in its cache, and fail on a file without rows.
@@ -564,7 +569,8 @@ _READERS = {
 
 
 def too_large(origin: str, what: str, most_bytes: int) -> DataError:
-    """Return the error about a line, record or text that is longer than its limit."""
+    """Return the error for a line, record or text (`what`) of more than `most_bytes`. `origin`: its
+    file and line."""
     return DataError(
         given=f"{what} of more than {format_bytes(most_bytes)}",
         required=f"lines of at most {format_bytes(MAX_LINE_BYTES)} and texts of at most"

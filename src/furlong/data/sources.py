@@ -4,9 +4,10 @@ Listing reads no records: it goes by the names and endings of files, and by the 
 data set's card. Loading data runs no code of the data: no pickle, no loading script, no remote
 code.
 
-`datasets` lists files too. But it leaves out, silently, each file whose name has no word for a
-split where others have one. For every card, also a valid one, it composes an error message in which
-all YAML aliases of the card are expanded. And it has no folders of texts.
+The listing of `datasets` is not used, for three reasons. If some names of files have a word for a
+split, it silently leaves out all other files. For each card, also a valid one, it composes an error
+message in which all YAML aliases of the card are expanded. And it reads no folder of texts unless
+their names end in .txt.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class Listing:
 
     @property
     def slices(self) -> tuple[tuple[int, str], ...]:
-        """The splits or slices in `parts` if any of them leaves records out; otherwise empty."""
+        """The pairs in `parts` if at least one is a slice, which leaves records out; otherwise
+        empty."""
         return self.parts if any(slice for _, slice in self.parts) else ()
 
 
@@ -148,11 +150,14 @@ class _Meant:
     """The notes of the listing, which are added to."""
 
     def refusal(self, given: str, required: str, change: str) -> DataError:
-        """Return the error about files or names in a source that cannot be used."""
+        """Return the error for files or names in a source that cannot be used.
+
+        `given`: the files or names, in words. `required`: what is accepted. `change`: advice.
+        """
         return DataError(given=given, required=required, source=self.key, change=change)
 
     def no_file(self, path: Path, what: str) -> DataError:
-        """Return the error about a path where nothing can be read."""
+        """Return the error for a path where nothing can be read. `what`: the reason, in words."""
         return self.refusal(
             f"{printable(path)}: {what}",
             "a file of texts or records, or a folder of them",
@@ -223,7 +228,8 @@ def list_files(source: Source, key: str = "data.train", *, fetch: bool = True) -
 
 
 def _by_content(files: list[SourceFile], notes: list[str]) -> list[SourceFile]:
-    """Return the files, as files of JSON if all are plain texts that begin like JSON. Raises
+    """Return the files. If all of them are plain texts that begin like JSON, the files are returned
+    as files of JSON, and the notes that call them texts are removed from `notes`. Raises
     OSError."""
     for file in files:
         if file.kind != "text" or file.codec is not None:
@@ -502,11 +508,11 @@ def _chosen(
     dangling: Items[Path] = (),
     address_of: Callable[[Path], str] | None = None,
 ) -> list[SourceFile]:
-    """Return the files of a source among all files below `root`, or `root` itself.
+    """Return the files that belong to a source, among all files below `root`.
 
     Args:
-        root: a folder, or a file if `names` is one empty path.
-        names: the paths of the files, relative to `root`.
+        root: a folder, or the only file of the source.
+        names: the paths of all files, relative to `root`; one empty path if `root` is a file.
         meant: the source and split.
         dangling: links below `root` that lead nowhere.
         address_of: returns the address of a name if the files are not on this machine.
@@ -602,11 +608,11 @@ def _named_by_card(
 
 
 def _kind_among(names: list[Path], meant: _Meant) -> tuple[list[Path], bool]:
-    """Return the files that hold records, and True. If there are none, return all files, which are
-    then read as texts, and False.
+    """Return the files that are read, and whether they hold records. If no file holds records, all
+    files are returned, to be read as texts.
 
-    Raises DataError for records among other files. In a data set of the hub the other files are
-    left out and noted.
+    If only some files hold records, DataError is raised; but in a data set of the hub, the other
+    files are left out and noted.
     """
     is_of_hub = is_hub_name(meant.source.path)
     records = [name for name in names if _kind_of(name) in _KINDS.values()]

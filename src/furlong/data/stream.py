@@ -1,10 +1,12 @@
 """Read sources while a run trains, without a cache of tokens on disk.
 
-A source is read in blocks, file after file; seed and epoch determine the order of the files and the
-shuffle of each block, and a thread reads the next block while one is used. The position in a source
-is the record before the current block and the number of sequences drawn from the block. A resumed
-run reads that block again and compares its checksum, so that it continues with exactly the next
-sequence. `IterableDataset.shuffle` (datasets 5.2) cannot: `load_state_dict` drops its buffer.
+A source is read in blocks, file after file. Seed and epoch determine the order of the files and the
+shuffle of each block. A thread reads the next block while the current block is used.
+
+The position in a source is the record before the current block, and the number of sequences drawn
+from the block. A resumed run reads that block again and compares its checksum, so that it continues
+with exactly the next sequence. `IterableDataset.shuffle` (datasets 5.2) does not resume exactly:
+its `load_state_dict` drops the shuffle buffer.
 
 The processes of one machine draw the same sequences. One of them reads each block and writes it
 into a folder, from which the others map it into memory.
@@ -88,7 +90,8 @@ class Cursor:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Cursor:
-        """Return the cursor whose `asdict` is `values`."""
+        """Return the cursor whose fields are given as plain values, as `dataclasses.asdict` returns
+        them."""
         return cls(**{**values, "block": Position(**values["block"])})
 
 
@@ -133,11 +136,12 @@ class SharedBlocks:
         self, key: str, start: Position, read: Callable[[], StreamBlock],
         is_wanted: Callable[[], bool],
     ) -> StreamBlock | None:  # fmt: skip
-        """Return the block of a key. The reader calls `read` and shares the block; other processes
-        wait.
+        """Return the block with this key. The reader calls `read` and writes the block into the
+        folder; any other process waits for the block, and maps it into memory.
 
-        A process that waits returns None once `is_wanted()` is false. Raises the UserError that
-        `read` raises, in every process.
+        A waiting process returns None as soon as `is_wanted()` is false. If `read` raises a
+        UserError, every process raises a UserError with the same text. `start`: the position where
+        the block begins.
         """
         place = self._folder / key
         if self._reader is not None:
@@ -341,7 +345,7 @@ class Reader:
         return cache_key(self._seed, asdict(start))
 
     def _ask(self, start: Position) -> Future[StreamBlock]:
-        """Let the thread read the block that starts at a position."""
+        """Start to read the block at a position in the thread, and return the block's future."""
         move = self._num_moves
 
         def read() -> StreamBlock:
@@ -453,8 +457,11 @@ class Reader:
 
 
 def _joined(found: Items[tuple[str, Encoded]], limit: int) -> list[tuple[str, Encoded]]:
-    """Concatenate texts, and cut them to sequences of `limit` tokens; the last sequence has the
-    rest."""
+    """Concatenate texts, and return sequences of `limit` tokens; the last sequence has the rest.
+
+    Each text in `found` has its origin (file and line) before it. The origin of a sequence is that
+    of the text in which it begins.
+    """
     ids = np.concatenate([np.zeros(0, np.int32), *(one.input_ids for _, one in found)])
     ends = np.cumsum([len(one.input_ids) for _, one in found])
     cut = []
@@ -505,7 +512,8 @@ class StreamSet:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a sequence may have: a sequence not read yet may be that long."""
+        """`data.max_seq_len`, the most tokens that a sequence may have. The lengths of sequences
+        that are not read yet are unknown."""
         return self._settings.max_seq_len
 
     @cached_property
@@ -530,8 +538,8 @@ class StreamSet:
         return np.array([one.num_valid_tokens for one in self.sample])
 
     def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
-        """Return the lengths of `sample`, in place of the lengths of an epoch, which are
-        unknown."""
+        """Return the lengths of the sequences in `sample`. The lengths of an epoch, which a
+        `DataSet` returns here, are unknown; `seed` has no effect."""
         return self.seq_lens
 
     @property
@@ -555,9 +563,9 @@ class StreamSet:
         return named | {SEQUENCES: cache_key([*named.values()], keys, others)}
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Require token ids and labels below `vocab_size`.
+        """Raise DataError if a token id or label is not below `vocab_size`.
 
-        Blocks in memory are checked now, other blocks when they are read. Raises DataError.
+        Blocks in memory are checked now, other blocks when they are read.
         """
         self._vocab_size = vocab_size
         for reader in self._readers:
@@ -582,7 +590,8 @@ class StreamSet:
         return f"batches of {of}; plans are for {self.longest:,} tokens, which one may have"
 
     def batches(self, size: StepSize, state: LoaderState) -> Iterator[TrainBatch]:
-        """Yield batches without end, from a `TrainBatch.next_state` on. Raises DataError."""
+        """Yield batches without end. `state`: where to begin, such as `TrainBatch.next_state` of
+        the batch before. Raises DataError."""
         self._begin(state)
         while True:
             if self._shared is not None:

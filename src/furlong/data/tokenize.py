@@ -91,7 +91,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text as the model reads it."""
+    """A text as the model reads it, and the characters in it that are trained on."""
 
     text: str
     ranges: tuple[tuple[int, int], ...] | None = None
@@ -191,8 +191,9 @@ def _changed(files: Mapping[str, bytes], values: Mapping[str, Any], name: str = 
 
 
 def _difference(own: Any, other: Any, reason: str) -> str:
-    """Return in words how the tokenizer `other` differs from `own` on `_PROBES`; empty if it does
-    not. If `other` is None, `reason` says why it could not be loaded."""
+    """Return in words how many of some test texts (`_PROBES` and others) the tokenizer `other`
+    encodes otherwise than `own`; "" if none. If `other` is None, return why it could not be loaded
+    (`reason`)."""
 
     def ids(tokenizer: Any, text: str) -> Any:
         try:
@@ -210,11 +211,13 @@ def _difference(own: Any, other: Any, reason: str) -> str:
 
 
 def _apply_flags(tokenizer: Any, flags: Mapping[str, Any]) -> bool:
-    """Apply flags of tokenizer_config.json; return whether the flags for BOS and EOS were applied.
+    """Apply flags of tokenizer_config.json to a tokenizer. Return whether the flags for BOS and EOS
+    were applied.
 
-    transformers 4 applied these flags in some classes; transformers 5 ignores flags beside a
-    tokenizer.json. A flag for BOS or EOS that differs from tokenizer.json is printed, applied or
-    not. `legacy` matters only when transformers makes a tokenizer.json.
+    transformers 5 ignores these flags beside a tokenizer.json. Here the flags for BOS and EOS are
+    applied if transformers 4 did so for the tokenizer's class. If such a flag differs from
+    tokenizer.json, a line is printed that says whether it is applied. The flag `legacy` is not
+    needed: it matters only when transformers makes a tokenizer.json.
     """
     from tokenizers import pre_tokenizers
 
@@ -403,8 +406,11 @@ def _has_own_end(own: Items[Rendered | Encoded]) -> bool:
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Yield batches of bounded size, for which the tokenizer uses threads. A chat template has
-    written all texts of a batch, or none of them."""
+    """Yield the items in batches of bounded size. The tokenizer encodes each batch in several
+    threads.
+
+    The texts of a batch are alike: a chat template has written all of them, or none of them.
+    """
     batch: list[Item] = []
     num_chars = 0
     for record, own in items:

@@ -1,9 +1,11 @@
 """furlong's training templates: chat templates with generation tags around the answers.
 
-They write what the models' templates write, but keep the thoughts of every answer, as each was
-generated. Their texts are `templates/*.jinja` beside this file. TRL's training templates are not
-used. Three of them train on tokens of the prompt (see the table in docs/data-chat.md). TRL's
-templates for further models are not needed: furlong masks the same conversations without them.
+They write what the models' templates write, but keep the thoughts of every answer, so that each
+answer stands as the model generated it. Their texts are `templates/*.jinja` beside this file.
+
+TRL's training templates are not used. Three of them train on tokens of the prompt (see the table in
+docs/data-chat.md). TRL also has templates for other models, which furlong does not need: it finds
+the answers of these models without a training template.
 """
 
 from __future__ import annotations

@@ -41,8 +41,10 @@ class Unread:
             notes: counts to add to.
             template: the text of the chat template; message keys that it names count as read.
             needed: the fields that the format of the records needs.
-            lost: fields that only other trainers read, and where to write their values instead.
-            has_answers: whether the records hold answers, which `label` may call undesirable.
+            lost: fields that other trainers read but this format does not, and where the user
+                should write their values instead.
+            has_answers: whether each record holds an answer to learn; a false `label` is then
+                refused.
         """
         self._notes, self._template = notes, template
         self._needed, self._lost, self._has_answers = needed, lost, has_answers
@@ -60,10 +62,11 @@ class Unread:
         """Count the fields of a record that nothing reads.
 
         Args:
-            record: the record, under furlong's names.
+            record: the record, with furlong's names of fields.
             read: the fields that were read.
-            found: what its format made of the record, or the reason why it is left out.
-            names: the data's name of each field, by furlong's name.
+            found: the texts, conversations or token ids read from the record, or the reason why the
+                record is left out.
+            names: the name in the data for each renamed field, by furlong's name.
 
         Raises:
             DataError: a field that nothing reads may select what is trained on, or other trainers
@@ -106,8 +109,9 @@ class Unread:
         return None
 
     def _check_answer(self, record: SourceRecord, turn: Turn) -> None:
-        """Raise DataError if a key of an answer that nothing reads may exclude answers from the
-        loss: its values are switches that differ between answers."""
+        """Raise DataError if an answer has a key that may exclude answers from the loss, although
+        nothing reads it. Such a key has values that are switches, such as 0 and 1, and that differ
+        between the answers of the source. `turn`: the answer."""
         marks = {
             key: value
             for key, value in turn.items()
@@ -136,9 +140,12 @@ class Unread:
 
 
 def _refusal(name: str, value: Any, messages: str, one: Any = None) -> tuple[str, str, str] | None:
-    """Return the error's parts (given, required, change) about a field that nothing reads and that
-    may select what is trained on; None for any other field. `messages`: the data's name of the
-    field `messages`; `one`: what the format made of the record."""
+    """Return the error's parts (given, required, change) for a field that nothing reads and that
+    may select what is trained on; None for any other field.
+
+    `messages`: the data's name of the field `messages`. `one`: the conversation, text or token ids
+    read from the record.
+    """
     turns = one.turns if isinstance(one, Turns) else []
     leave_out = f"set data.fields: {{unused: [{name}]}}"
     if name in ("chosen", "rejected") and turns and turns[-1]["role"] != "assistant":
@@ -225,8 +232,8 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a value is a bool, or a number in [0, 1), as loss weights are. A list needs
-    one such item, an object one bool."""
+    """Return whether a value may switch a loss off, or weigh it: a bool; a number in [0, 1); a list
+    with at least one such item; or a dict with at least one bool."""
     if isinstance(value, dict):
         return any(isinstance(one, bool) for one in value.values())
     if isinstance(value, list):
@@ -235,7 +242,8 @@ def _is_off(value: Any) -> bool:
 
 
 def _differs(name: str, value: list[Any]) -> bool:
-    """Return whether numbers that may be a mask differ, or are all 0, which masks everything."""
+    """Return whether numbers that may be a mask differ, or are all 0, which masks everything. Zeros
+    in a field of ids, such as `token_type_ids`, are no mask."""
     is_off = not value[0] and ("position" in name or not name.endswith("_ids"))
     return is_off or len(set(value)) > 1
 
