@@ -1,9 +1,10 @@
 """Presets of sequence lengths: length distributions that papers state, and samples from them.
 
-A preset is a list of points (tokens, share of sequences with fewer tokens). Between two points
-lengths are log-uniform, as they are from `shortest_tokens` to the first point and from the last
-point to `longest_tokens`. A sample keeps each share that the paper states; the lengths between are
-an assumption (see `assumed` of each preset and docs/presets.md). K is 1,024 tokens.
+A preset is a list of points (tokens, share of sequences with fewer tokens). The paper states the
+points, and samples keep their shares. Which lengths occur between two points is an assumption: they
+are log-uniform, also from `shortest_tokens` to the first point and from the last point to
+`longest_tokens`. Each preset states further assumptions in `assumed`; see also docs/presets.md. K
+is 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class LengthPreset:
     """Assumptions beyond what the source states."""
 
     def points(self) -> tuple[tuple[int, float], ...]:
-        """Return points (tokens, share of sequences with fewer tokens) from share 0 to share 1."""
+        """Return the points of the distribution, each (tokens, share of sequences with fewer
+        tokens), in ascending order. The first point has share 0, the last one share 1."""
         inside = [(tokens, share) for tokens, share in self.stated if tokens < self.longest_tokens]
         return ((self.shortest_tokens, 0.0), *inside, (self.longest_tokens, 1.0))
 
@@ -92,8 +94,9 @@ def sample_lengths(
 def draw_with_longest(
     name: str, count: int, seed: int = 0, *, max_seq_len: int | None = None
 ) -> tuple[int, ...]:
-    """Return the longest length of the preset `name`, then `count` - 1 drawn lengths. A plan whose
-    memory suffices for these lengths suffices for any step of such data."""
+    """Return `count` lengths: first the longest length of the preset `name` (or `max_seq_len`, if
+    that is shorter), then `count` - 1 drawn lengths. No later draw has a longer sequence, so that a
+    plan whose memory suffices for these lengths suffices for any step with such data."""
     others = sample_lengths(name, count - 1, seed, max_seq_len=max_seq_len)
     longest = length_preset(name).longest_tokens
     return (longest if max_seq_len is None else min(longest, max_seq_len), *others)

@@ -3,11 +3,12 @@
     Machine.named("H100")                     # data sheet and assumptions
     Machine.named("H100").calibrated("bfloat16")   # measured by furlong calibrate, if it was run
 
-Efficiency saturates with the tokens t of a call: best * t / (t + half_tokens). In other words, a
-call takes the time of t + `half_tokens` tokens at the best rate. Without this fixed addition each
-search would pick the smallest chunk. InfiniPipe (Appendix B) and ChunkFlow (Table 6) report the
-same shape: fewer tokens per call, less throughput. Launches per pass and per slice, which are short
-for large models, cost nothing on a card until a calibration.
+The rate of a kernel depends on the tokens t of a call. The share of the peak FLOPs per second that
+it reaches is best * t / (t + half_tokens). In other words, a call takes the time of t +
+`half_tokens` tokens at the best rate. Without this fixed addition each search would pick the
+smallest chunk. InfiniPipe (Appendix B) and ChunkFlow (Table 6) report the same: calls with fewer
+tokens have less throughput. Kernel launches per pass and per slice take no time on a card without a
+calibration, since they are short for large models.
 
 Seconds on a link: latency plus bytes over bandwidth, per collective (InfiniPipe, Eq. 2).
 
@@ -74,7 +75,8 @@ CPU_TILE_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Share of the peak FLOPs per second that a kernel reaches, by the tokens of a call."""
+    """How efficient a kind of kernel is: the share of the peak FLOPs per second that it reaches.
+    The share grows with the tokens of a call."""
 
     best: float
     half_tokens: float
@@ -85,7 +87,8 @@ class Efficiency:
     """Factor of `best` for causal squares of several slices in one call."""
 
     def share(self, call: AttentionCall) -> float:
-        """Return the factor that multiplies `best` for a kind of attention call."""
+        """Return the factor by which `best` is multiplied for attention calls of the kind `call`: 1
+        for "full", `square` for "square", `packed` for "packed"."""
         return {"full": 1.0, "square": self.square, "packed": self.packed}[call]
 
 
@@ -167,8 +170,9 @@ class Machine:
 
     @classmethod
     def of_card(cls, device_name: str, memory_bytes: int) -> Machine:
-        """Return a card by its driver's name. An unknown card gets the figures of the known card
-        nearest in memory: good enough to rank plans, not to predict peak memory."""
+        """Return the card with the name `device_name`, as its driver reports it. A card that is not
+        in known_machines.toml gets the figures of the known card nearest in memory: good enough to
+        rank plans, not to predict peak memory."""
         if (found := known_card(device_name)) is not None:
             return found
         cards = known_machines().values()
@@ -205,11 +209,12 @@ class Machine:
         num_local: int = 1,
         free_bytes: int | None = None,
     ) -> tuple[int, str]:
-        """Return the device's memory budget in bytes, and the budget's origin in words.
+        """Return the device's memory budget in bytes, and a text that says where this budget comes
+        from.
 
         Args:
-            given: The budget that the user set, in bytes; "auto": a share of the free memory. The
-                words warn of a budget that exceeds the memory.
+            given: The budget that the user set, in bytes, which is returned as it is. If it exceeds
+                the memory, the text warns of that. "auto": a share of the free memory.
             num_local: Number of processes that share a CPU's RAM.
             free_bytes: Free bytes of a card before a model is loaded; None: all but
                 `CONTEXT_BYTES`.
@@ -226,14 +231,18 @@ class Machine:
         return card_budget_bytes(free_bytes), f"95% of what is free, as {self.name}"
 
     def margin(self, otherwise: float) -> float:
-        """Return the share of a device's memory budget to leave free: the calibration's memory
-        error or, without a calibration, `otherwise`."""
+        """Return the share of a device's memory budget that plans must leave free. It is the
+        relative memory error of the calibration or, without a calibration, `otherwise`."""
         return otherwise if self.memory_error is None else max(_LEAST_MARGIN, self.memory_error)
 
     def computing_in(self, dtype: str) -> Machine:
-        """Return the device with the peak FLOPs of `dtype` if they are known, else unchanged (CPUs,
-        16-bit dtypes). `half_tokens`, which stand for the time to read weights, are scaled by the
-        ratio of the peaks and of the bytes per weight."""
+        """Return the device for computation in `dtype`: with the peak FLOPs of this dtype in place
+        of the 16-bit peak. If the peak of `dtype` is not known (CPUs, 16-bit dtypes), return the
+        device unchanged.
+
+        `half_tokens` stand for the time to read the weights. They grow with the new peak, relative
+        to the old one, and with the bytes per weight, relative to 16 bits.
+        """
         peak = self.wide_flops_per_s.get(dtype)
         if peak is None:
             return self
@@ -246,7 +255,8 @@ class Machine:
         return replace(self, peak_flops_per_s=peak, **changed)
 
     def measured(self, figures: Mapping[str, Any]) -> Machine:
-        """Return the machine with measured `figures` (field or link -> value) for assumed ones."""
+        """Return the machine with measured values in place of assumed ones. `figures`: name of a
+        field or of a link -> its measured value."""
         links = {name: value for name, value in figures.items() if isinstance(value, Link)}
         fields = {name: value for name, value in figures.items() if name not in links}
         measurements = {**self.measurements, **figures}
@@ -369,7 +379,7 @@ def this_cpu() -> Machine:
 
 
 def _cpu_words() -> str:
-    """Return the CPU's name, its cores and its threads."""
+    """Return a text with the CPU's name, its number of cores, and OMP_NUM_THREADS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS", "all")
     name = platform.processor() or platform.machine()
@@ -383,8 +393,8 @@ def _cpu_words() -> str:
 
 
 def one_of(spec: Machine, num_local: int) -> Machine:
-    """Return `spec` as one of `num_local` processes of a node sees it: with an equal part of a
-    CPU's FLOPs, or of a GPU node's RAM."""
+    """Return the device `spec` with the resources of one of `num_local` processes on its node. Of a
+    CPU, a process has an equal part of the FLOPs; of a GPU node, an equal part of the RAM."""
     links, before = replace(spec.links, devices_per_node=num_local), spec.links.devices_per_node
     if spec.device_type == "cpu":
         return replace(spec, links=links, peak_flops_per_s=spec.peak_flops_per_s / num_local)
@@ -407,7 +417,7 @@ def free_ram_budget_bytes() -> int:
 
 
 def ram_budget_bytes(free_bytes: int) -> int:
-    """Return how many of `free_bytes` of RAM plans may use."""
+    """Return the part of `free_bytes` of RAM that plans may use: three fifths, rounded down."""
     return rounded_budget(free_bytes * 3 // 5)
 
 
@@ -488,9 +498,11 @@ class ClusterLinks:
     def effective(self, collective: Collective, group_size: int, num_nodes: int = 1) -> Link:
         """Return the latency and bandwidth at which one device moves its bytes in a collective.
 
-        The group is spread evenly over `num_nodes` nodes. A ring enters each node once: each byte
-        crosses a node's adapters once, and each of the node's g devices moves 1/g of the bytes. In
-        an all-to-all each device sends to all others, and waits for the slower of the two links.
+        The group has `group_size` devices, evenly spread over `num_nodes` nodes, g on each node.
+        All collectives but the all-to-all run as a ring: each byte crosses a node's adapters once,
+        and each of the node's g devices moves 1/g of the bytes between nodes. In an all-to-all each
+        device sends an equal part to each other device, within its node and between nodes. In both
+        cases the slower of the two transfers (within a node, between nodes) sets the bandwidth.
         """
         if num_nodes <= 1 or group_size <= 1:
             return self.link(collective, False)

@@ -23,10 +23,12 @@ and freed. A cell is one chunk at one stage:
     state gradients  from the next chunk's Backward to the chunk's own; on the device
     kv, kv_gradients  of cut sequences, in segments (`StoredLayers`)
 
-Offloaded tensors still have a working set on the device while an action runs: the input that is
-read and the output being copied, one layer's attention outputs (from the Recompute to the Backward
-all of the cell's, as its graph holds them), one layer of a retained graph, blocks of K,V. On a GPU,
-offload to the CPU has staging buffers on the device for all of a step, which include blocks of K,V.
+Offloaded tensors still take memory on the device while an action uses them. This holds for the
+input that is read and the output that is copied, for the attention outputs of one layer, for one
+layer of a retained graph, and for blocks of K,V. From the Recompute to the Backward the attention
+outputs of all of the cell's layers are on the device, as the cell's graph holds them. On a GPU,
+offload to the CPU has staging buffers on the device for all of a step, which include the blocks of
+K,V.
 
     tokens T, query heads N, key-value heads K, head dim H, hidden D, MLP width F, element size e
 """
@@ -97,7 +99,8 @@ _OF_A_LAYER: tuple[MemoryPart, ...] = ("gradients", "activations", "states", "bu
 
 @dataclass(frozen=True)
 class PlanTraffic:
-    """Copies of one rank to and from CPU memory and disk, as arrays (actions, tensor kinds)."""
+    """Copies of one rank to and from CPU memory and disk: their bytes and their numbers. Each array
+    is (actions of the rank, kinds of tensors)."""
 
     offload: Offload
     read: NDArray[np.float64]
@@ -109,7 +112,8 @@ class PlanTraffic:
     num_writes: NDArray[np.float64]
 
     def to_json(self) -> dict[TensorKind, dict[str, Any]]:
-        """Return kind of tensor -> offload target, bytes read and bytes written, of moved kinds."""
+        """Return a dict with an entry for each kind of tensor of which any bytes are copied: kind
+        -> {"offload": target, "read_bytes": ..., "written_bytes": ...}."""
         sums = zip(TENSOR_KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
         moved = {kind: (round(float(read)), round(float(written))) for kind, read, written in sums}
         return {
@@ -237,7 +241,8 @@ class StageBytes:
         return max(self.attention_layers, default=0.0)
 
     def graph(self, recompute_layers: int = 0) -> float:
-        """Return the graph's bytes per token, with the first `recompute_layers` checkpointed."""
+        """Return the bytes per token of the stage's autograd graph, if the first `recompute_layers`
+        layers are checkpointed."""
         if recompute_layers not in self._sums:
             kept = sum(self.graph_layers[recompute_layers:])
             self._sums[recompute_layers] = kept + recompute_layers * self.message + self.ends
@@ -245,7 +250,8 @@ class StageBytes:
 
     @cached_property
     def _sums(self) -> dict[range | int, float]:
-        """Cache: layers -> bytes of attention outputs; `recompute_layers` -> bytes of the graph."""
+        """Cached results. A range of layers -> bytes of their attention outputs (see `attention`);
+        a number `recompute_layers` -> bytes of the graph (see `graph`)."""
         return {}
 
 
@@ -361,16 +367,18 @@ class PlanMemory:
         return stage_bytes(self.shape, stages, stage, self.training, self.activation_factor)
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
-        """Return the peak bytes of the loss at the last stage (0 at other stages): of a tile's
-        logits or, if larger in a backward, of the gradients of logits and head."""
+        """Return the peak bytes of the loss at the last stage; 0 at other stages. The peak is that
+        of one tile's logits. In a `backward` the gradients of logits and head may be larger; then
+        their bytes are returned."""
         tile = min(num_tokens, tile_tokens(self.shape.vocab_size, self.device_type))
         num_logits = self.shape.vocab_size * tile if cell.logit else 0.0
         gradient = max(self.training.compute_bytes, _FLOAT32) * num_logits + cell.head_gradient
         return max(cell.logit * num_logits, gradient if backward else 0.0)
 
     def heap_bytes(self, plan: ChunkPlan, rank: int) -> int:
-        """Return the freed bytes that the C library keeps all through a step, in place of returning
-        them to the system. They count as buffers."""
+        """Return the bytes that a C library's heap keeps all through a step: bytes of freed tensors
+        that it does not return to the system. The simulation counts them as buffers. Return 0 if
+        the device's allocator has no such heap."""
         if not self.heap_blocks and not self.heap_share:
             return 0
         shape, training = self.shape, self.training
@@ -437,9 +445,13 @@ class PlanMemory:
 
 
 def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
-    """Return three lists of token counts of a chunk, with one entry for each of `sp_size`
-    processes: tokens that the process holds; tokens whose K,V it gathers from other processes (and
-    whose gradients it sends back); tokens that it holds and exchanges in all-to-alls."""
+    """Return three lists of token counts of a chunk. Each list has one entry for each of `sp_size`
+    processes:
+
+    1. tokens that the process holds;
+    2. tokens whose K,V the process gathers from other processes, and whose gradients it sends back;
+    3. tokens that the process holds and exchanges in all-to-alls.
+    """
     is_shared = all(piece.place.size == sp_size for piece in chunk.slices)
     count = 1 if is_shared else sp_size  # if all have equal loads, one process represents them
     own, gathered, travelling = ([0.0] * count for _ in range(3))
@@ -456,8 +468,8 @@ def _loads(chunk: Chunk, sp_size: int, shape: ModelShape) -> list[list[float]]:
 
 
 def _unlike(plan: ChunkPlan, loads: Mapping[int, list[list[float]]]) -> list[int]:
-    """Divide the rank's processes into sets with equal `loads` and equal shares of each cut
-    sequence, and return one process of each set, which is simulated for the set."""
+    """Return the processes of the rank that must be simulated. Processes that have equal `loads`
+    and equal shares of each cut sequence need equal memory: only one of them is returned."""
     if plan.sizes_of_places == (plan.sp_size,):  # all processes share each slice equally
         return [0]
     rows = [row for of_chunk in loads.values() for row in of_chunk]
@@ -479,7 +491,10 @@ class _RankMemory:
         process: int,
         loads: Mapping[int, list[list[float]]],
     ) -> None:
-        """`loads`: chunk of the rank -> numbers of tokens on each process (see `_loads`)."""
+        """Prepare the simulation of the process with the index `process` in the rank.
+
+        `loads`: chunk of the rank -> numbers of tokens on each process (see `_loads`).
+        """
         self._memory, self._plan, self._rank, self._process = memory, plan, rank, process
         self._actions = plan.actions[rank]
         self._kv_frees, self._input_frees = kv_frees(plan, rank), input_frees(plan, rank)
@@ -565,7 +580,8 @@ class _RankMemory:
             self._lower[target] += num_bytes
 
     def read(self, kind: TensorKind, num_bytes: float, operations: int = 1) -> None:
-        """Count a copy to the device in `operations` parts, if tensors of `kind` are offloaded."""
+        """Count a copy of `num_bytes` to the device, divided into `operations` separate copies. Do
+        nothing if tensors of `kind` are not offloaded."""
         if (column := self._columns.get(kind)) is not None:
             self._moved[0][column] += num_bytes
             self._moved[2][column] += operations
@@ -573,8 +589,9 @@ class _RankMemory:
     def write(
         self, kind: TensorKind, num_bytes: float, operations: int = 1, largest: float | None = None
     ) -> None:
-        """Count a copy from the device in `operations` parts, if tensors of `kind` are offloaded.
-        `largest`: bytes of the largest part, if sizes differ."""
+        """Count a copy of `num_bytes` from the device, divided into `operations` separate copies.
+        Do nothing if tensors of `kind` are not offloaded. `largest`: bytes of the largest of the
+        copies, if their sizes differ."""
         if (column := self._columns.get(kind)) is not None:
             self._moved[1][column] += num_bytes
             self._moved[3][column] += operations
@@ -585,8 +602,9 @@ class _RankMemory:
     def _hold(
         self, name: str, chunk: int, stage: int, num_bytes: float, part: MemoryPart | None = None
     ) -> None:
-        """Allocate the tensors `name` (a key of `_HELD`) of a chunk at a stage, where the plan
-        offloads them or on the device."""
+        """Allocate `num_bytes` for tensors of a chunk at a stage. `name` is a key of `_HELD`, which
+        names the kind of tensor and its part of memory. If the plan offloads this kind, the bytes
+        are added to the offload target, else to `part` (None: as in `_HELD`) on the device."""
         key, (usual, kind) = (name, chunk, stage), _HELD[name]
         assert key not in self._held, f"{name} of {chunk}.{stage} is there"
         target, part = self._offload[kind] if kind else "none", part or usual
@@ -627,9 +645,10 @@ class _RankMemory:
             self.add("buffers", own.gathered_bytes)
 
     def _under_way(self) -> float:
-        """Return the bytes of messages in transit, except the current action's. From each
-        neighbour one receive is posted ahead. Sent messages wait until the neighbour receives them:
-        two gradients, and activations of as many chunks as stages follow, plus one."""
+        """Return the bytes of messages in transit, except the current action's message. From each
+        neighbour one message is being received ahead of its action. Messages to a neighbour wait
+        until it receives them: two gradients, or activations of one chunk more than there are later
+        stages."""
         most: dict[tuple[type[Action], int], float] = {}
         for action in self._actions:
             if isinstance(action, (Send, Recv)):
@@ -642,7 +661,8 @@ class _RankMemory:
         return sum(most.values())
 
     def _begin(self, action: Action, what: Pass) -> None:
-        """Allocate the tensors that an action makes, lasting and temporary ones."""
+        """Allocate the tensors that `action` makes: those that outlive it, and those that exist
+        only while it runs. `what`: the pass of a computing action."""
         if isinstance(action, COMPUTING):
             if isinstance(action, Forward):
                 self._deliver(action.chunk, action.stage)
@@ -666,7 +686,8 @@ class _RankMemory:
                 self.add("weights", own.floats * training.compute_bytes)
 
     def _deliver(self, chunk: int, stage: int) -> None:
-        """Allocate a chunk's output of a stage, and the chunk's input if none is allocated yet."""
+        """Allocate a chunk's input of `stage`, if no earlier action has done so, and the stage's
+        output for this chunk, which is the input of the next stage."""
         tokens, cell = self._tokens[chunk], self._cells[stage]
         message = tokens * cell.message
         if stage == 0:
@@ -730,8 +751,10 @@ class _RankMemory:
             self._hold("attention", chunk, stage, remembers)
 
     def _lose(self, action: Forward | Recompute | RebuildKV | Backward, *, backward: bool) -> None:
-        """Add the bytes of head and loss to the action. They do not run at the same time as layers,
-        so the action's peak is that of head and loss or that of layers, whichever is larger."""
+        """Add the bytes of head and loss to those of the action. Head and loss do not run at the
+        same time as layers: the action's peak is that of head and loss or that of the layers,
+        whichever is larger. Only if each pass gathers weights are both peaks added, since the last
+        layer is then gathered at the same time."""
         tokens, cell = self._tokens[action.chunk], self._cells[action.stage]
         loss = self._memory.loss_bytes(cell, tokens, backward=backward)
         hidden = tokens * cell.message  # the final hidden states, or their gradient
@@ -794,8 +817,9 @@ class _RankMemory:
         """Allocate the gradients of a stage's first Backward: the head's while the whole graph is
         in memory, those of layers as the graph is freed. `again`: number of checkpointed layers.
 
-        Return two changes in bytes since the Backward's start, when the whole graph is in memory:
-        once all layers have gradients, and once the embedding has its gradient, too.
+        Return two changes in the bytes in memory since the Backward's start, when the whole graph
+        is in memory: first by the time when all layers have gradients, then by the time when the
+        embedding has its gradient, too.
         """
         gradients = self._weights.gradients(stage, num_backwards)
         for key, whole in self._weights.freed_gradients(stage, gradients):
@@ -850,7 +874,8 @@ class _RankMemory:
                 self.add("gradients", -self._unreduced.pop(stage))
 
     def _write_states(self, chunk: int, stage: int) -> None:
-        """Allocate the recurrent states that a chunk leaves to later ones, unless they are held."""
+        """Allocate the recurrent states that a chunk leaves to later chunks, and count the copies
+        that offload them. Do nothing if an earlier pass has allocated them."""
         cell = self._cells[stage]
         leaving = cell.state * sum(
             self._plan.is_read(*link) for link in self._recurrent(chunk, stage)
@@ -860,7 +885,8 @@ class _RankMemory:
             self.write("kv", leaving, largest=cell.largest_state)
 
     def _entering(self, chunk: int, stage: int) -> Iterator[int]:
-        """Yield, for each recurrent state that enters a chunk, the chunk that made the state."""
+        """Yield the index of an earlier chunk for each recurrent state that enters `chunk`: the
+        state was computed at the end of this earlier chunk."""
         for seq_id, position in self._recurrent(chunk, stage):
             if position:
                 yield self._plan.groups[seq_id][position - 1]
@@ -877,8 +903,9 @@ class _RankMemory:
                 yield seq_id, position
 
     def _stream_kv(self, chunk: int, stage: int, *layers: range) -> None:
-        """Count the streaming of offloaded K,V for attention in `layers` of the stage, through two
-        buffers: one in use, one being loaded."""
+        """Count the copies of offloaded K,V to the device for attention in `layers` of the stage,
+        and the device memory of two blocks: one in use, one being loaded. Do nothing if K,V are not
+        offloaded."""
         if self._offload["kv"] == "none":
             return
         most = 0.0
@@ -890,8 +917,9 @@ class _RankMemory:
         self._passing["kv"] += most
 
     def _send_kv_back(self, chunk: int, stage: int) -> None:
-        """Count dK,dV that a Backward adds to its prefix. If K,V are offloaded, dK,dV of all
-        but the newest segments are streamed through buffers."""
+        """Add the gradients that a Backward computes for stored K,V of earlier chunks. If K,V are
+        offloaded, count the copies of these gradients, and buffers on the device through which the
+        gradients of all but the newest segments (ranges of tokens) pass."""
         most = 0.0
         for piece, stored in self._pieces(chunk, stage):
             stored.send_back(self, piece)
@@ -901,8 +929,9 @@ class _RankMemory:
         self._passing["kv_gradients"] += most
 
     def _pieces(self, chunk: int, stage: int) -> Iterator[tuple[int, StoredLayers]]:
-        """Yield (index of the chunk among the sequence's chunks, stored layers) for each cut
-        sequence in a chunk and each attention window of the stage."""
+        """Yield pairs (piece, `StoredLayers`): one for each cut sequence in a chunk and each
+        attention window of the stage. `piece` is the index of the chunk among the chunks of the
+        sequence."""
         for seq_id, piece in self._plan.links[chunk]:
             if (seq_id, stage) not in self._stored:
                 self._stored[seq_id, stage] = self._store(seq_id, stage)
@@ -910,8 +939,8 @@ class _RankMemory:
                 yield piece, stored
 
     def _store(self, seq_id: int, stage: int) -> tuple[StoredLayers, ...]:
-        """Return the stored K,V of a cut sequence, one entry per attention window; none if this
-        process has no share of the sequence."""
+        """Return the stored K,V of a cut sequence, one `StoredLayers` per attention window of the
+        stage. The tuple is empty if this process holds no tokens of the sequence."""
         plan, shape, cell = self._plan, self._memory.shape, self._cells[stage]
         # later chunks of a sampled plan may have no Forward
         group = plan.groups[seq_id][: plan.num_computed[seq_id]]
@@ -939,9 +968,9 @@ class _RankMemory:
 def first_backward(
     cell: StageBytes, again: int, graph_bytes: float, gradients: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """Return pairs (bytes of gradients made so far, bytes of the graph freed so far) during a
-    stage's first Backward: at its start, before each layer's backward, after all layers, and with
-    the embedding's gradient.
+    """Return pairs (bytes of gradients made so far, bytes of the graph freed so far) for the
+    moments of a stage's first Backward. The first pair is for its start. Then come one pair before
+    each layer's backward, one after all layers, and one once the embedding's gradient is made.
 
     `again`: number of leading layers that are checkpointed; `graph_bytes`: bytes of the whole graph
     on the device; `gradients`: see `RankWeights.gradients`.
@@ -978,15 +1007,16 @@ class StoredLayers:
     """Stored K,V and their gradients of one sequence that is cut into chunks, on one process, for
     the layers of a stage with one attention window.
 
-    A piece is the part of the sequence in one chunk; a segment is a range of tokens that is stored
-    together (`plan.segments`). A segment's K,V are allocated with its first piece, their gradients
-    with the first backward that sends any. Both are freed with the segment's last piece.
+    A piece is the part of the sequence in one chunk. A segment is a range of tokens whose K,V are
+    stored together (`plan.segments`). Its K,V are allocated when its first piece is stored, its
+    gradients when the first backward sends any to it. K,V and gradients are freed with the
+    segment's last piece.
 
-    If K,V are offloaded, a segment is written to its target once all of its pieces are computed,
-    and read by each later pass whose attention sees any of it. The newest NUM_HOT segments of a
-    prefix keep their gradients on the device. A backward reads the gradients of the other segments,
-    if there are any yet, and writes them. It also reads the gradients of the chunk's own K,V that
-    are off the device.
+    If K,V are offloaded, a segment is copied to its target once all of its pieces are stored. Each
+    later pass whose attention sees any of the segment reads it. The newest NUM_HOT segments of a
+    prefix keep their gradients on the device. For each other segment of the prefix, a backward
+    reads the gradients that earlier backwards have sent, if any, and writes the sums. It also reads
+    the gradients of its own chunk's K,V, if they are off the device.
     """
 
     def __init__(
@@ -1025,7 +1055,8 @@ class StoredLayers:
         """Segments that have gradients; in sampled plans they need not be consecutive."""
 
     def seen(self, piece: int) -> Sequence[int]:
-        """Return the segments with tokens that a piece attends to, ascending."""
+        """Return the indices of the segments that hold tokens to which a piece attends, in
+        ascending order."""
         if piece not in self._seen:
             self._seen[piece] = self._tokens.seen_segments(piece, self._window)
         return self._seen[piece]
@@ -1051,7 +1082,8 @@ class StoredLayers:
                 rank.write("kv", self._kv[index], self._num_layers)
 
     def read(self, rank: _RankMemory, piece: int, *layers: range) -> None:
-        """Count the reads of offloaded segments that `piece` attends to in some of the layers."""
+        """Count the copies to the device of the offloaded segments to which `piece` attends: one
+        copy of a segment for each stored layer that is in one of the ranges `layers`."""
         seen = self.seen(piece)
         filling = [index for index in self._filling if index in seen]
         if isinstance(seen, range):  # prefix sums: a long prefix costs no loop
@@ -1093,7 +1125,8 @@ class StoredLayers:
         rank.read("kv_gradients", self._sum(own), self._num_layers * len(own))
 
     def free(self, rank: _RankMemory, piece: int) -> None:
-        """Mark a piece as freed, and free its segments that hold no other piece any more."""
+        """Mark a piece as freed. Free the K,V and gradients of each segment of which no piece is
+        left."""
         for index in self._touched[piece]:
             owners = self._owners.get(index, set())
             if piece not in owners:

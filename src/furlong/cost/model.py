@@ -6,16 +6,19 @@
 
 `plan.passes` says what each action computes.
 
-Collectives overlap with computation: they only add the time for which they outlast it. Under ZeRO-3
-they overlap with each pass. Otherwise the gradients of a stage's layers are reduced during the
-stage's last Backward, each layer's as soon as the layer's backward is over. Weights are gathered
-during the stage's first Forward, unless an Unshard gathers them: before the Forward or, in this
-runtime, layer by layer during other computation (`simulate.clock`). For this overlap, this runtime
-relies on FSDP2 (set_requires_gradient_sync in the last backward; `unshard(async_op=True)`). Other
-frameworks overlap no more than that: Megatron-Core's --overlap-grad-reduce and
---overlap-param-gather reduce and gather bucket by bucket in the last and the first micro-batch.
-Gradients of embedding and head are complete only at the end, so their reduction overlaps with
-nothing, and on a CPU nothing overlaps.
+Collectives overlap with computation: they only add the time by which they take longer. On a CPU
+nothing overlaps.
+
+Under ZeRO-3 collectives overlap with each pass. Otherwise the gradients of a stage's layers are
+reduced during the stage's last Backward, each layer's as soon as the layer's backward is over. The
+gradients of embedding and head are complete only at the end, so that their reduction overlaps with
+nothing. Weights are gathered during the stage's first Forward, unless an Unshard gathers them:
+before the Forward or, in this runtime, layer by layer during other computation (`simulate.clock`).
+
+For this overlap, this runtime relies on FSDP2 (set_requires_gradient_sync in the last backward;
+`unshard(async_op=True)`). Other frameworks overlap no more than that: Megatron-Core's
+--overlap-grad-reduce and --overlap-param-gather reduce and gather bucket by bucket in the last and
+the first micro-batch.
 """
 
 from __future__ import annotations
@@ -85,8 +88,9 @@ class CostModel:
         return replace(self, hardware=self.hardware.calibrated(dtype))
 
     def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
-        """Return the seconds of each action of `plan`. The waits named in `free` take no
-        time. Actions spend in these waits what they take longer without `free`."""
+        """Return the seconds of each action of `plan`. Waits of the kinds in `free` ("all-to-all",
+        "gathers", "streams") are counted as taking no time. Costs with and without `free` differ by
+        the seconds that actions spend in these waits."""
         return PlanCosts(self, plan, free)
 
     def cell_seconds(
@@ -122,9 +126,9 @@ class CostModel:
         free: Collection[Hidden] = (),
         unsharded: bool = False,
     ) -> StageSeconds:
-        """Return the `StageSeconds` (see its arguments) of a stage that the plan's `ranks` hold.
-        `layout` and `ranks` are the plan's; they are extended by replicas that the plan does not
-        list (`Training.replicas`)."""
+        """Return the `StageSeconds` of a stage; the arguments are described there. `layout` and the
+        `ranks` that hold the stage are those of the plan. Replicas that the plan does not list
+        (`Training.replicas`) are added to both."""
         key = stages, stage, layout, ranks, kv, frozenset(free), unsharded
         if key not in self._known:
             dp, per_replica = self.training.replicas, layout.dp * layout.pp
@@ -292,15 +296,18 @@ class PlanCosts:
         return late_s if self._stages[action.stage].passes_gather else of_layers_s + late_s
 
     def blocking_s(self, action: Unshard | Reduce, rank: int) -> float:
-        """Return the seconds at the start of a collective in which its ranks compute nothing. On a
-        GPU only an Unshard blocks, while it gathers weights that are used before the layers."""
+        """Return the seconds at the start of a collective in which its ranks compute nothing.
+        Without overlap (on a CPU) these are all seconds of the collective. On a GPU a Reduce does
+        not block. An Unshard blocks while it fetches the weights that are needed before the first
+        layer runs."""
         if not self._hides:
             return self.compute_s(action, rank)
         return self._before_s(action.stage) if isinstance(action, Unshard) else 0.0
 
     def _before_s(self, stage: int) -> float:
-        """Return the seconds in which FSDP2 copies a stage's weights from CPU memory (in the stream
-        of the passes) and gathers those that are used before the layers."""
+        """Return the seconds that FSDP2 takes before a stage's first layer can run. FSDP2 copies
+        the stage's weights from CPU memory, if they are offloaded (in the stream of the passes),
+        and gathers those weights that are used before the layers, such as the embedding."""
         return self._stages[stage].brought_s + self._front_s.get(stage, 0.0)
 
     def head_s(self, action: Unshard, rank: int) -> float:
@@ -323,7 +330,8 @@ class PlanCosts:
         return self._copies[rank].get((type(action), action.chunk, action.stage), 0.0)
 
     def _copies_of(self, rank: int) -> dict[tuple[type[Action], int, int], float]:
-        """Return `copy_s` of all computing actions of a rank, by (type of action, chunk, stage)."""
+        """Return (type of action, chunk, stage) -> seconds of the copies of offloaded tensors
+        during the action (see `copy_s`), for all computing actions of a rank."""
         links = self._model.hardware.links
         traffic = self._model.memory().curve(self._plan, rank).traffic
         slowest = np.zeros(len(self._plan.actions[rank]))
@@ -360,11 +368,13 @@ class PlanCosts:
     def _reduce_at_end_s(self, stage: int) -> float:
         """Return the seconds of a Reduce that the last Backward does not hide.
 
-        Under ZeRO-1 and 2 without Unshards, updated weights are gathered after the Reduce; the
-        seconds that the first Forward of the next step does not hide are included. If each pass
-        gathers weights (ZeRO-3), backwards have already reduced all gradients, and the result is 0.
-        In this runtime it is then the seconds of gathering and reducing embedding and head, and of
-        summing gradients between sharding groups that each hold all weights (HSDP).
+        If each pass gathers weights (ZeRO-3), the backwards have already reduced all gradients, and
+        the result is 0. In this runtime embedding and head are still gathered and reduced, and the
+        gradients of layers are summed between sharding groups that each hold all weights (HSDP):
+        the result is then the seconds of both.
+
+        Under ZeRO-1 and 2 without Unshards, updated weights are gathered after the Reduce. The
+        seconds of this gather that the first Forward of the next step does not hide are included.
         """
         training, costs, gathered_s = self._model.training, self._stages[stage], 0.0
         of_layers_s, late_s = self._reduces_s(stage)
@@ -387,8 +397,9 @@ class PlanCosts:
         return of_layers_s, self._ends_s[stage] if gathers else costs.reduce_s - of_layers_s
 
     def _layers_s(self, passes: Mapping[tuple[int, int], Computing], stage: int) -> float:
-        """Return the seconds in which a pass over a stage's layers can hide collectives, on the
-        slowest rank; 0 if nothing overlaps. `passes`: (stage, rank) -> the action of the pass."""
+        """Return the seconds for which a pass computes in a stage's layers, on the slowest rank.
+        Collectives may overlap with these seconds; if nothing overlaps, return 0. `passes`: (stage,
+        rank) -> the action of the pass."""
         if not self._hides:
             return 0.0
         seconds = [0.0]
@@ -403,8 +414,8 @@ class PlanCosts:
         return self._parts[type(action), action.chunk, action.stage]
 
     def _seconds(self, parts: tuple[PassPart, ...], stage: int) -> list[float]:
-        """Return the seconds of a pass for each chunk: a sum over `parts`, each as slow as on its
-        slowest process."""
+        """Return the seconds of a pass through a stage for each chunk. They are a sum over `parts`,
+        in which each part takes the time of its slowest process."""
         key = parts, self._alike[stage]
         if key not in self._parts_s:
             seconds = np.zeros(len(self._plan.chunks))

@@ -15,11 +15,11 @@ least the time in which ZeRO-3 gathers weights and scatters gradients of the pas
                 share of the rate depends on the kind of call: blocks without a mask, one causal
                 square, or squares of several slices in one call
 
-A place is the group of processes over which a slice is sharded; a slice on a place of n processes
-counts 1/n for each of them. All-to-alls, one per size of place, overlap with attention of local
-slices (Skrull, Eq. 2). A group is as slow as its slowest process. A table describes the chunks of a
-plan, or any other loads that a planner compares in one call, such as those of a process before and
-after each of many moves.
+A place is the group of processes over which a slice is sharded. A slice on a place of n processes
+counts 1/n for each of them. Slices on places of one size share an all-to-all; all-to-alls overlap
+with attention of local slices (Skrull, Eq. 2). A group is as slow as its slowest process. A
+`ChunkTable` describes the work of the chunks of a plan, or of any other tokens that a planner
+compares in one call, such as those of a process before and after each of many moves.
 
     P parts, C chunks, S processes of a group, W windows
 
@@ -78,7 +78,8 @@ class PassPart:
 
 @cache
 def pass_parts(what: Pass, height: int) -> tuple[PassPart, ...]:
-    """Return the parts of a pass over a stage of `height` layers."""
+    """Return the parts (kinds of work) of which the pass `what` consists, over a stage of `height`
+    layers."""
     match what.computes:
         case "nothing":
             return ()
@@ -97,8 +98,8 @@ def pass_parts(what: Pass, height: int) -> tuple[PassPart, ...]:
 def cell_parts(
     stages: Sequence[int], stage: int, recompute_layers: int = 0
 ) -> tuple[tuple[PassPart, ...], tuple[PassPart, ...]]:
-    """Return the parts of a Forward that keeps its graph and of its Backward, with the first
-    `recompute_layers` of the stage checkpointed."""
+    """Return two tuples of parts, for a stage of which the first `recompute_layers` layers are
+    checkpointed: the parts of a Forward that keeps its graph, and the parts of its Backward."""
     graph = Pass("graph", recompute_layers=recompute_layers)
     is_last = stage == len(stages) - 1
     backward = Pass("backward", recompute_layers=recompute_layers, loss=is_last)
@@ -191,7 +192,7 @@ class StageSeconds:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """Key that is equal for stages whose passes take equal times."""
+        """A key for caches: two stages whose keys are equal have passes of equal times."""
         links, gathered = tuple(self._sp_links.items()), (0.0, 0.0)
         if self._gathers:
             gathered = self._gathered_s(backward=False), self._gathered_s(backward=True)
@@ -233,7 +234,8 @@ class StageSeconds:
         ]
 
     def _factors(self, parts: tuple[PassPart, ...]) -> tuple[Array, ...]:
-        """Return the factors that `_row` gives for each part as four arrays, each with P rows."""
+        """Return four arrays of factors, one for each group of factors that `_row` lists. Each
+        array has P rows, one for each part."""
         if parts not in self._rows:
             rows = zip(*map(self._row, parts), strict=True)
             self._rows[parts] = tuple(np.array(row, float) for row in rows)
@@ -282,8 +284,12 @@ class StageSeconds:
         return matrices, keys, len(attending), launches
 
     def _attended(self, keys: Keys, tokens: Array) -> Array:
-        """Return (4 W, S, C): attended keys by window and kind of call (3 W), and by window (W)
-        keys divided by the process's tokens, since attention is less efficient with few tokens."""
+        """Return (4 W, S, C): numbers of keys that a process's tokens attend to, in two forms.
+
+        1. 3 W entries: attended keys, by window and kind of attention call;
+        2. W entries: attended keys by window, divided by the process's tokens. They stand for the
+           lower efficiency of attention with few tokens.
+        """
         nothing = np.zeros_like(tokens)
         found = np.stack([keys.get(kind, nothing) for kind in product(self._windows, CALLS)])
         of_windows = found.reshape(len(self._windows), len(CALLS), *tokens.shape).sum(axis=1)
@@ -319,7 +325,8 @@ class StageSeconds:
 
     @cached_property
     def late_share(self) -> float:
-        """Share of the gradients that belong to embedding and head."""
+        """Share of the stage's trained parameters that are in embedding and head. Their gradients
+        are reduced last."""
         return self._weights.beside_trained / max(1, self._weights.trained)
 
     def sum_s(self, num_parameters: int) -> float:
@@ -340,8 +347,9 @@ class StageSeconds:
         return self.gather_s(self._weights.trained)
 
     def _collective_s(self, kind: Collective, num_bytes: float) -> float:
-        """Return the seconds of a collective over all devices of the stage: within sharding groups
-        that each hold all weights and, for gradients, also between these groups (HSDP)."""
+        """Return the seconds of a collective over all devices of the stage. It runs within each
+        sharding group, whose devices together hold all weights. A collective on gradients also runs
+        between these groups (HSDP)."""
         own_s = self._in_group_s(kind, num_bytes)
         return own_s if kind == "all_gather" else own_s + self._between_groups_s(num_bytes)
 
@@ -386,22 +394,25 @@ class StageSeconds:
         return len(self._devices) // self._num_groups
 
     def _gathered_s(self, *, backward: bool) -> float:
-        """Return the seconds in which a pass gathers weights and, if `backward`, sums gradients."""
+        """Return the seconds of the collectives of one pass: it gathers weights and, if `backward`,
+        also reduces gradients."""
         if self._training.gathers:  # this runtime: of the layers only, within a group
             sums_s = self._in_group_s("reduce_scatter", self._layer_gradients) if backward else 0.0
             return self.layer_gathers_s + sums_s
         return self.unshard_s + (self.reduce_s if backward else 0.0)
 
     def _sp_link(self, size: int, devices: range) -> Link:
-        """Return the link for all-to-alls of sequence-parallel groups of `size` among `devices`:
-        that of the group that spans most nodes."""
+        """Return the link for all-to-alls of sequence-parallel groups of `size` processes, into
+        which `devices` are divided. It is the link of the slowest group, the one that spans most
+        nodes."""
         links = self._hardware.links
         starts = range(devices.start, devices.stop, size)
         nodes = max(links.num_nodes(range(at, at + size)) for at in starts)
         return links.effective("all_to_all", size, nodes)
 
     def _per_token(self, part: PassPart) -> tuple[float, float]:
-        """Return per token FLOPs of matrices, and bytes of saved tensors read or written."""
+        """Return two numbers per token: FLOPs of matrix products, and bytes of saved tensors that
+        are read or written."""
         linear, frozen = self._linear_flops, self._training.lora is not None
         match part.work:
             case "head":
@@ -452,9 +463,9 @@ class StageSeconds:
         return self._hardware.attention_backward if backward else self._hardware.attention_forward
 
     def _key_s(self, part: PassPart, call: AttentionCall = "full") -> list[float]:
-        """Return the seconds per attended key in each layer, in long calls of the kind `call`.
-        Layers with a window or wide heads get the rate of packed slices on a card, as its fastest
-        kernels do not take them."""
+        """Return the seconds per attended key in each layer, for attention calls of the kind `call`
+        with many tokens. On a card, layers with a window or wide heads always get the rate of
+        packed slices, since the card's fastest kernels lack windows and wide heads."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
         of, on_card = self._attention(part), self._hardware.device_type == "cuda"
         is_wide = self._shape.head_dim > _FUSED_HEAD_DIM
@@ -470,10 +481,10 @@ class StageSeconds:
         """Return the seconds per token for exchanging slices in one layer, in sequence-parallel
         groups of `size`, without latencies.
 
-        Queries and outputs are exchanged within an inner group, whose processes divide the heads.
-        K,V of the process's heads are gathered from the whole group. This is the two-dimensional
-        attention of LoongTrain, with a gather in place of the ring. The backward moves as many
-        bytes: dO, dq, and dK,dV from each inner group.
+        A group consists of inner groups, whose processes divide the heads among them. A process
+        exchanges queries and outputs with its inner group, and gathers the K,V of its heads from
+        the whole group. This is the two-dimensional attention of LoongTrain, with a gather in place
+        of the ring. The backward moves as many bytes: dO, dq, and dK,dV from each inner group.
         """
         shape, inner = self._shape, self._shape.inner_size(size)
         element = self._training.compute_bytes
@@ -502,9 +513,17 @@ class StageSeconds:
         return total
 
     def _stall_s(self, tokens: Array, own_s: Array, keys_s: Array, load_s: Array) -> Array:
-        """Return (S, C): seconds that one layer waits for its prefix of `tokens`, loaded in blocks
-        with two buffers (FPDT): the first block loads while the chunk's own tokens compute.
-        `own_s`, `keys_s`, `load_s`: seconds of own tokens, prefix attention, and loads."""
+        """Return (S, C): seconds that one layer waits for the K,V of a prefix.
+
+        The prefix is loaded in blocks with two buffers, as in FPDT: the first block loads while the
+        chunk's own tokens compute, each later block during attention to the block before it.
+
+        Args:
+            tokens: tokens of the prefix.
+            own_s: seconds in which the chunk's own tokens compute.
+            keys_s: seconds of attention to the prefix.
+            load_s: seconds of loading the prefix.
+        """
         blocks = np.maximum(np.ceil(tokens / self._segment_tokens), 1)
         load, block = load_s / blocks, keys_s / blocks
         waited = np.maximum(own_s, load) + (blocks - 1) * np.maximum(block, load) + block
@@ -527,7 +546,8 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Work of each process on each chunk, as arrays of one shape, usually (S, C)."""
+    """The work of each process on each chunk: FLOPs are computed from these numbers of tokens and
+    keys. All arrays have one shape, usually (S, C)."""
 
     tokens: Array
     """Tokens of the chunk on the process."""
@@ -545,7 +565,8 @@ class ChunkTable:
     that the process stores."""
 
     def prefix_keys(self, window: int | None) -> Array:
-        """Return (S, C): attended keys in the prefixes of a chunk's slices, by process."""
+        """Return (S, C): numbers of keys in prefixes to which a chunk's slices attend on each
+        process, in layers with the attention window `window`."""
         found: Array = self.local_keys[window, "full"] + self.shared_keys[window, "full"]
         return found
 
@@ -557,9 +578,14 @@ def chunk_table(
     tile_tokens: int = 0,
     position: Callable[[Slice], int] = attrgetter("start"),
 ) -> ChunkTable:
-    """Return the work of S processes on each of `chunks`. `tile_tokens`: keys per tile of
-    attention; half of the tile on the diagonal is computed in vain on average. `position` returns
-    the position id of a slice's first token, for sequences that branch."""
+    """Return the work of each of `sp_size` processes on each of `chunks`.
+
+    Args:
+        tile_tokens: keys per tile of the attention kernel. On average half of the tile on the
+            diagonal is masked, but computed all the same.
+        position: function that returns the position id of a slice's first token, which differs from
+            `start` in sequences that branch.
+    """
     kinds = list(dict.fromkeys(model.windows))
     shape = (sp_size, len(chunks))
     sizes = {piece.place.size for chunk in chunks for piece in chunk.slices} - {1}
@@ -596,9 +622,14 @@ def chunk_table(
 
 def calls_of(model: ModelShape, size: int) -> int:
     """Return the number of attention calls per slice on each process of a sequence-parallel group
-    of `size`: 1 if the heads are divided over all processes; 2 if the rows are divided over c inner
-    groups, and the heads over the processes of each inner group. As in context parallelism, a
-    zigzag balances causal attention: of 2c parts of the rows, inner group b has b and 2c-1-b."""
+    of `size` processes.
+
+    If the heads are divided over all processes, the number is 1. Otherwise the group consists of c
+    inner groups: the rows of a slice are divided over inner groups, and the heads over the
+    processes of each inner group. The number is then 2, since an inner group has two parts of the
+    rows: of 2c parts inner group b has the parts b and 2c-1-b. This zigzag balances causal
+    attention, as in context parallelism.
+    """
     return 1 + (model.inner_size(size) < size)
 
 

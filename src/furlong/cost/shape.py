@@ -107,8 +107,12 @@ class LayerShape:
 
 
 def of_dtype(by_dtype: tuple[SavedBytes, SavedBytes], element_bytes: int, adapters: int) -> float:
-    """Return the bytes that autograd saves per token, for elements of `element_bytes`. `by_dtype`:
-    see `LayerShape.saved`; `adapters`: 0 none, 1 in attention, 2 in the MLP, 3 in both."""
+    """Return the bytes that autograd saves per token, for elements of `element_bytes`.
+
+    Args:
+        by_dtype: field `saved` of `LayerShape`: bytes in 16-bit dtypes, and in wider ones.
+        adapters: where the layer has adapters: 0 nowhere, 1 in attention, 2 in the MLP, 3 in both.
+    """
     wide = max(1, element_bytes // 4)  # float64 saves as many tensors as float32
     return by_dtype[element_bytes > 2][adapters] * wide
 
@@ -162,17 +166,20 @@ class ModelShape:
 
     @cached_property
     def stored_size(self) -> int:
-        """Elements per token that a layer with attention stores for later chunks."""
+        """Elements that a layer with attention stores per token for later chunks: keys and values,
+        or latents. Where layers differ, the largest number."""
         return max(layer.stored for layer in self.layers)
 
     def inner_size(self, place_size: int) -> int:
         """Return the number of processes that divide the heads among them, in a sequence-parallel
-        group of `place_size` processes (`plan.rows.inner_size`)."""
+        group of `place_size` processes. If it is smaller than the group, the group consists of
+        several such subgroups (`plan.rows.inner_size`)."""
         return inner_size(place_size, self.num_heads, self.num_kv_heads)
 
     def kv_share(self, place_size: int) -> float:
-        """Return the share of a layer's K,V heads (at least one head) that each process of a
-        sequence-parallel group receives and stores for all tokens."""
+        """Return the share of a layer's K,V heads that one process stores for all tokens, in a
+        sequence-parallel group of `place_size` processes. The share is that of at least one
+        head."""
         return max(1 / self.inner_size(place_size), 1 / self.num_kv_heads)
 
     @cached_property
@@ -182,7 +189,8 @@ class ModelShape:
 
     @property
     def whole(self) -> str:
-        """Why the decoder cannot be cut into stages, as the end of "which ..."; "" if it can."""
+        """Why the decoder cannot be cut into pipeline stages; "" if it can. The text completes a
+        sentence "a model which ..."."""
         return family_of(self.family).whole
 
     @cached_property
@@ -278,9 +286,13 @@ def model_shape(name: str) -> ModelShape:
 
 
 def cached_shape(about: Mapping[str, Any], measure: Callable[[], ModelShape]) -> ModelShape:
-    """Return a model's shape from the user's cache. If the same versions of furlong, torch and
-    transformers have not measured it before, call `measure` and cache the result. `about`: values
-    that distinguish models, hashed for the key: a parsed config.json and options of the build."""
+    """Return the shape of a model from the user's cache. If the cache has no shape that the same
+    versions of furlong, torch and transformers measured, call `measure`, and cache and return its
+    result.
+
+    `about`: values that distinguish models, hashed for the key: a parsed config.json and options of
+    the build.
+    """
     fields = sorted(LayerShape.__dataclass_fields__)
     package = Path(__file__).parents[1]
     measuring = [package / "families.py", *sorted((package / "models").glob("*.py"))]

@@ -72,7 +72,8 @@ class Lora:
         return _ends(name, self.modules)
 
     def saves(self, shape: ModelShape, layer: int) -> int:
-        """Return the layer's index in `SavedBytes`: 0 no adapters, 1 attention, 2 MLP, 3 both."""
+        """Return a number that says where a layer has adapters, the index in `SavedBytes`: 0
+        nowhere, 1 in attention, 2 in the MLP, 3 in both."""
         kinds = {kind for _, _, kind, _ in self.adapted(shape)[layer]}
         return ("mixer" in kinds) + 2 * ("mlp" in kinds)
 
@@ -97,7 +98,8 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Trained weights, dtypes and sharding; by default computation is in bf16."""
+    """The training setup: which weights are trained, in which dtypes, and how weights, gradients
+    and optimizer are sharded. By default computation is in bf16."""
 
     compute_bytes: int = 2
     """Bytes per element of weights in use, activations, K and V."""
@@ -155,8 +157,9 @@ class Training:
 
     @property
     def passes_gather(self) -> bool:
-        """Whether, in this runtime, each pass gathers its layers' weights and each backward reduces
-        their gradients: a pipeline with `reshard`, sharded over sequence-parallel groups."""
+        """Whether, in this runtime, each pass gathers the weights of its layers, and each backward
+        reduces their gradients. This is so in a pipeline with `reshard` whose weights are sharded
+        over sequence-parallel groups."""
         return self.gathers and self.regathers
 
     def weights(
@@ -186,7 +189,8 @@ class RankWeights:
 
     @cached_property
     def _ends(self) -> tuple[bool, bool]:
-        """Whether the rank holds the first stage (with embedding), and whether the last (head)."""
+        """Two flags: whether the rank holds the first stage, with the embedding, and whether it
+        holds the last stage, with the head."""
         return 0 in self.held, len(self.stages) - 1 in self.held
 
     @property
@@ -196,31 +200,36 @@ class RankWeights:
 
     @property
     def divides(self) -> bool:
-        """Whether this runtime computes with gathered copies of weights, which can be freed."""
+        """Whether the rank computes with whole weights that this runtime gathers from shards, and
+        that can be freed and gathered again."""
         training = self.training
         return training.gathers and (self.group_size > 1 or bool(training.offload_weights))
 
     @property
     def is_away(self) -> bool:
-        """Whether shards of weights, gradients and optimizer are off the device."""
+        """Whether shards of weights, gradients and optimizer are offloaded to CPU memory. False on
+        a CPU, whose device memory is CPU memory."""
         return bool(self.training.offload_weights) and not self.training.host_is_device
 
     @property
     def _is_copied(self) -> bool:
-        """Whether whole weights are copies that exist in addition to the shards. In HSDP they are
-        copies even if one device is a sharding group and its shard is the whole weight."""
+        """Whether whole weights take memory in addition to the shards. They do if this runtime
+        gathers them from shards (`divides`). In HSDP they do even if each device is a sharding
+        group by itself, whose shard is the whole weight: passes then compute with a copy of it."""
         return self.divides or (self.training.gathers and self.training.replicate > 1)
 
     @cached_property
     def beside(self) -> int:
-        """Number of parameters of the rank's embedding and head; if tied, they count once."""
+        """Number of parameters of the rank's embedding and head. If the two are one tied weight, it
+        counts once."""
         count = sum(self._ends)
         return self.shape.embedding_parameters * (min(1, count) if self.shape.tied_head else count)
 
     @cached_property
     def ends_trained(self) -> tuple[int, int]:
-        """Numbers of trained parameters of the rank's embedding and head. If it holds both and they
-        are tied, they count as the head's, whose gradient comes first."""
+        """Two numbers of trained parameters on the rank: the embedding's and the head's. If the
+        rank holds both and they are one tied weight, it counts as the head's, since the head's
+        gradient comes first."""
         lora, (first, last) = self.training.lora, self._ends
         embedding, head = (True, True) if lora is None else (lora.embedding, lora.head)
         if self.shape.tied_head:
@@ -272,15 +281,17 @@ class RankWeights:
 
     @property
     def groups(self) -> tuple[int, int, int]:
-        """Numbers of parameters outside the layers in this runtime's FSDP2 groups: (others,
-        embedding, head). A tied embedding and head are among the others."""
+        """Numbers of parameters outside the layers, one for each FSDP2 group in this runtime: (all
+        other parameters, embedding, head). If embedding and head are tied, they are part of the
+        first number, and the other two numbers are 0."""
         embedding, head = (0 if self.shape.tied_head else self.shape.embedding_parameters * end
                            for end in self._ends)  # fmt: skip
         return self.beside_floats - embedding - head, embedding, head
 
     @property
     def in_use(self) -> int:
-        """Number of parameters in passes, including adapters, except 4-bit weights."""
+        """Number of parameters that passes compute with in floating point: all but 4-bit weights,
+        including adapters."""
         return self.floats + (self.trained if self.training.lora is not None else 0)
 
     def whole_bytes(self, stage: int) -> int:
@@ -291,15 +302,16 @@ class RankWeights:
         return (own.in_use - kept) * self.training.compute_bytes
 
     def freed_bytes(self, *whole: int) -> int:
-        """Return the bytes of whole weights that the rank saves while only the stages `whole` are
-        gathered: subtract them from `state`, which counts the whole weights of all stages."""
+        """Return the bytes that the rank saves while only the stages `whole` are gathered, and the
+        weights of its other stages are freed. `state` counts the whole weights of all stages:
+        subtract the result from it."""
         if not self.divides:
             return 0
         return sum(n for stage, n in self._whole.items() if stage not in whole)
 
     @cached_property
     def _whole(self) -> dict[int, int]:
-        """Stage that the rank holds -> bytes of the stage's whole weights."""
+        """Stage -> bytes of its whole weights, for each stage that the rank holds."""
         return {stage: self.whole_bytes(stage) for stage in self.held}
 
     @property
@@ -317,8 +329,10 @@ class RankWeights:
         return self.share_bytes + max(*self.float_layers(), *self.groups) * widest
 
     def whole_at_a_time(self, *, reshards: bool) -> int:
-        """Return the most bytes of whole weights at a time: all stages; with `reshards`, two
-        neighbouring stages; if passes gather, two layers and the weights outside layers."""
+        """Return the most bytes of whole weights that exist at one time. By default these are the
+        weights of all stages of the rank. With `reshards` they are those of two neighbouring
+        stages. If passes gather weights, they are those of two layers and of all modules outside
+        the layers."""
         if self.passes_gather:
             return self.gathered_bytes + self.beside_floats * self.training.compute_bytes
         freed = 0
@@ -328,9 +342,9 @@ class RankWeights:
 
     @property
     def resharded_bytes(self) -> int:
-        """Most bytes of weights, gradients and optimizer in a step that reshards, in this runtime:
-        the whole weights of two stages and the whole gradients of one stage exist at a time,
-        starting with the last stage."""
+        """Most bytes of weights, gradients and optimizer during a step of this runtime in which
+        stages are gathered and freed (resharded). Backwards run from the last stage to the first:
+        at one time there are the whole weights of two stages and the whole gradients of one."""
         state, used, most = self.state, 0.0, -inf
         unreduced: dict[int, float] = defaultdict(float)
         for stage in sorted(self.held, reverse=True):
@@ -375,8 +389,8 @@ class RankWeights:
 
     @property
     def _parts_bytes(self) -> tuple[float, float]:
-        """One device's bytes of weights in addition to those in use (master copies, shards of
-        gathered weights), and of the optimizer."""
+        """Two numbers of bytes on one device: of weights besides those that passes compute with
+        (master copies, shards of gathered weights), and of the optimizer."""
         training, trained = self.training, self.trained
         shards = self.group_size if training.zero_stage else 1
         weights = trained * training.master_bytes / shards
@@ -414,15 +428,16 @@ class RankWeights:
         self, *, reuses: bool = True, at_once: bool = False, regathers: bool = False
     ) -> int:
         """Return the bytes of buffers for gathers and reductions, in addition to whole weights and
-        gradients. The buffer must hold the largest layer and, after all layers, the gradient of the
-        embedding or of the head.
+        gradients. The buffers must hold the largest layer and, after all layers, the gradient of
+        the embedding or of the head.
 
         Args:
-            reuses: whether whole gradients have accumulated: as they become shards, buffers reuse
-                their memory (unless a C library's heap keeps it).
+            reuses: whether whole gradients have accumulated before. As these become shards, buffers
+                reuse their memory (unless a C library's heap keeps it).
             at_once: whether a stage has a single Backward, in which a layer's gradients are reduced
                 while the next layer's gradients are made.
-            regathers: whether weights are gathered while gradients are reduced.
+            regathers: whether the weights of a layer are gathered while gradients are reduced, so
+                that buffers for both exist.
         """
         training, lora = self.training, self.training.lora
         if not self._is_copied:
@@ -443,8 +458,9 @@ class RankWeights:
         return round(beside + max(max(layers) * element_bytes + made, gathered, ends))
 
     def gradients(self, stage: int, num_backwards: int) -> list[float]:
-        """Return the bytes of gradients after the first of a stage's `num_backwards` Backwards: of
-        weights before the stage's layers, of each layer, and of weights after them.
+        """Return the bytes of gradients after the first of a stage's `num_backwards` Backwards. The
+        list begins with those of weights before the stage's layers. Then comes one entry for each
+        layer, and last those of weights after the layers.
 
         Gradients are whole until they are reduced: in this runtime in the last Backward of a stage,
         layer by layer; under ZeRO-3, or if passes gather weights, in each Backward.
@@ -472,9 +488,14 @@ class RankWeights:
         return [float(training.gradient_bytes * n) for n in (ends[0], *layers, ends[1])]
 
     def freed_gradients(self, stage: int, made: Sequence[float]) -> list[tuple[int, float]]:
-        """Return pairs (n, bytes): of the gradients `made` by the first Backward of `stage`, the
-        Reduce of stage n frees so many bytes, in this runtime. It keeps the device's shards, unless
-        they are offloaded. n is `stage`; for a tied head, the first stage that the rank holds."""
+        """Return the bytes that Reduces free of the gradients `made` by the first Backward of
+        `stage`, in this runtime: pairs (stage whose Reduce frees them, bytes).
+
+        The Reduce of `stage` frees all of them, except the gradient of a head that is tied to the
+        embedding: the Reduce of the first stage that the rank holds frees this gradient. A Reduce
+        keeps the device's shards of gradients, unless they are offloaded. The list is empty if
+        weights are not gathered from shards.
+        """
         if not self.divides:
             return []
         share = 0.0 if self.is_away else 1 / self.group_size

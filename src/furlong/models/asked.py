@@ -21,7 +21,8 @@ Positions = Literal["rotary", "table", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Effects of a decoder that make chunks inexact; all are assumed if no tiny model runs."""
+    """Effects of a decoder that make chunks inexact, one flag for each. If no tiny model of its
+    class runs, all flags are true."""
 
     sees_later: bool = True
     """Whether logits change with a later token."""
@@ -46,7 +47,8 @@ def positions_of(config: Any) -> Positions:
 
 
 def rope_entries(config: Any, *, but: str = "") -> list[dict[str, Any]]:
-    """Return the RoPE parameters of a text config: one dict, or one per layer type except `but`."""
+    """Return the RoPE parameters of a text config: a list with one dict or, if layer types have
+    different RoPE, with one dict per layer type. `but`: a layer type to leave out."""
     parameters = getattr(config, "rope_parameters", None) or {}
     layered = {key: entry for key, entry in parameters.items() if isinstance(entry, dict)}
     if parameters and not layered:
@@ -99,7 +101,8 @@ def _small(key: tuple[Any, str]) -> Any:
 
 
 def _tiny(config: Any, model_class: Any = None) -> Any:
-    """Build a frozen float64 model with random weights on the CPU."""
+    """Return the model of a tiny config, for tests: frozen, in eval mode, in float64 on the CPU,
+    with random weights. `model_class`: its class; None: the one that transformers chooses."""
     from transformers import AutoModelForCausalLM
 
     make = model_class._from_config if model_class else AutoModelForCausalLM.from_config

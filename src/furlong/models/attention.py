@@ -97,13 +97,15 @@ class BoundCell:
 
     @classmethod
     def to(cls, module: nn.Module) -> BoundCell | None:
-        """Return the cell bound to a module by this thread, or None outside of a pass."""
+        """Return the `BoundCell` that the current pass of this thread has bound to a module, or
+        None outside of a pass."""
         found: BoundCell | None = module.__dict__.get(CELL)
         return found if found and found.thread == threading.get_ident() else None
 
     def layer_of(self, module: nn.Module) -> int:
-        """Return the number of the layer that attends: the last layer that called the cache's
-        `update`, as a module may serve several layers; without such a call the module's number."""
+        """Return the number of the layer for which a module is computing attention. This is the
+        layer that has called the cache's `update`, as one module may serve several layers. Without
+        such a call it is the module's `layer_idx`."""
         if self.cache is None or self.cache.layer is None:
             return module.layer_idx  # type: ignore[return-value]
         layer, self.cache.layer = self.cache.layer, None
@@ -260,8 +262,9 @@ class LayerCache:
         self._module, self._bound = module, bound
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return (T,): each token's position minus its row in the chunk, to which the attention
-        module adds the row."""
+        """Return a tensor (T,) that the attention module takes for the number of earlier tokens. It
+        is each token's position minus its row in the chunk. The module adds the row, which gives
+        the position."""
         positions = self._bound.positions
         return positions - torch.arange(len(positions), device=positions.device)
 

@@ -106,11 +106,13 @@ def check_weight_files(source: str, *, are_packed: bool = False) -> None:
 
 
 def weights_fingerprint(source: str, revision: str | None = None) -> dict[str, str]:
-    """Return facts that differ between the weights of two models, without reading them whole.
+    """Return a dict that differs between models with different weights, without reading the weights
+    whole.
 
     Returns:
-        For a folder, file -> its size and a hash of 64 KiB at each of 32 offsets, evenly apart: the
-        weights of another checkpoint of the same model differ in all. For a hub id, the commit.
+        For a folder, file -> its size and a hash of 64 KiB at each of 32 evenly spaced offsets. Two
+        checkpoints of the same model differ at all of these offsets. For a hub id, config.json ->
+        the commit.
     """
     if not os.path.isdir(source):
         config = model_file(source, CONFIG, revision)
@@ -379,8 +381,10 @@ families whose checkpoints hold each expert apart, and all-linear for experts an
 
 
 def _write_as_peft_reads(adapted: Any) -> None:
-    """Name some linear layers by their weights (`target_parameters`) in the config for export:
-    those whose names peft would take for experts' when it loads the config (`_RENAMES`)."""
+    """Change the config for export, so that peft loads the same adapters. When peft loads a config,
+    it takes some names of linear layers for names of experts (`_RENAMES`). These layers are moved
+    from `target_modules` to `target_parameters`, which names their weights. The dropout in the
+    config is then 0, since peft allows none beside `target_parameters`."""
     from peft import LoraConfig
     from peft.utils import transformers_weight_conversion as conversion
 
@@ -454,18 +458,25 @@ def build_model(
     unpacked: bool = False,
     is_empty: bool = False,
 ) -> Any:
-    """Build a transformers decoder in train mode.
+    """Return a transformers decoder in train mode.
 
-    `name` is a hub id or a local folder; `init="random"` needs only config.json, and initializes
-    each module from `seed` and the module's name. `quantize`, `lora` (freezes all other weights)
-    and `changes` are the values of `model.quantize`, `model.lora` and `model.config`. `rope` holds
-    `rope_type` and its keys (models.rope); the model must have positions for `max_seq_len` tokens,
-    the run's longest sequence. `layers`: the layers of this process (None: all); other stages are
-    neither built nor read (models.placeholders). `divide` shards a model on meta; this process then
-    reads only its shards, onto `device`. A model that cannot be read in shards is returned whole,
-    on the CPU (see `support.is_sharded`). `unpacked`: dequantize 4-bit weights. `is_empty`: leave
-    the model on meta, for an export of weights held elsewhere. Raises ConfigError or
-    UnsupportedModelError for a model that cannot be built so.
+    Args:
+        name: hub id or local folder. With `init="random"` it needs only a config.json; each module
+            is then initialized from `seed` and the module's name.
+        dtype: dtype of computation and of frozen weights. Trained weights are float32 or wider.
+        quantize, lora, changes: the values of `model.quantize`, `model.lora` (which freezes all
+            other weights) and `model.config`.
+        rope: `rope_type` and its keys (models.rope).
+        max_seq_len: tokens of the run's longest sequence, for which the model must have positions.
+        layers: the layers of this process; None: all. Other stages are neither built nor read
+            (models.placeholders).
+        divide: shards a model on meta. This process then reads only its shards, onto `device`. A
+            model that cannot be read in shards is returned whole, on the CPU
+            (`support.is_sharded`).
+        unpacked: dequantize 4-bit weights.
+        is_empty: leave the model on meta, for an export of weights that are held elsewhere.
+
+    Raises ConfigError or UnsupportedModelError for a model that cannot be built so.
     """
     source = check_folder(name, revision)
     trained_dtype = torch.promote_types(dtype, torch.float32)
@@ -531,13 +542,19 @@ def export_model(
     card: str | None = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write a folder that transformers (or, for adapters, peft) loads, and return its path.
+    """Write a folder that transformers (or, for adapters, peft) loads, and return its path. The
+    folder appears whole or not at all.
 
-    Weights are written in `dtype`. `weights`: by the names of `exported_names`, weights to write in
-    place of the model's, which may be sharded; they are removed from the dict, layer by layer.
-    `has_other_config`: whether the base of adapters has another config than its own files say; the
-    subfolder `BASE` then holds that config, and a warning is printed. `card`: README.md. The folder
-    appears whole or not at all. Raises ConfigError if it exists already.
+    Args:
+        dtype: dtype of the weights in the folder.
+        has_other_config: whether the base of adapters has another config than its own files say.
+            The subfolder `BASE` then holds that config, and a warning is printed.
+        card: text of README.md.
+        weights: weights to write in place of the model's, which may be sharded, by the names of
+            `exported_names`. The dict is emptied, so that weights can be freed layer by layer as
+            they are converted.
+
+    Raises ConfigError if the folder exists already.
     """
     folder = Path(folder)
     check_export_folder(folder)
@@ -583,8 +600,8 @@ def _end_by(file: Path, tokenizer: Any) -> None:
 
 
 def exported_names(model: Any) -> dict[str, str]:
-    """Return name -> first name of the same weight, for all tensors in an export of the model.
-    Tied weights have several names."""
+    """Return the names of all tensors in an export of the model, as a dict: name -> the first name
+    of the same weight. Only tied weights have several names."""
     tensors = model.state_dict(keep_vars=True)
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict
@@ -625,7 +642,8 @@ def _write_model(
 
 def _as_in_files(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights as files of the model's family hold them: tied weights once, each expert
-    in tensors of its own. They are converted, and removed from the old form, layer by layer."""
+    in tensors of its own. Weights are converted layer by layer, and each layer's originals are
+    dropped from `weights`, so that both forms are never in memory as a whole."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -914,8 +932,12 @@ def _take_share(
     model: Any,
 ) -> None:  # fmt: skip
     """Shard a model on meta, so that transformers reads only this process's rows of each weight.
-    Weights that its files lack are not drawn: they are refused later, and a draw might wait for
-    other processes. `tie`: `PreTrainedModel.tie_weights`, which transformers disables meanwhile."""
+
+    Weights that the model's files lack stay undrawn: they are refused after loading, and to draw
+    them a process might have to wait for others. `others`: placeholders for other stages, by name.
+    `divide`: function that shards the model. `tie`: `PreTrainedModel.tie_weights`, which
+    transformers disables while it loads.
+    """
     from transformers import PreTrainedModel
 
     hold(model, others)
@@ -936,8 +958,9 @@ def _take_share(
 
 @contextmanager
 def _without_rows(device: torch.device | None) -> Iterator[None]:
-    """Context manager: let transformers read stacked weights of which this process has no rows.
-    Without this change it would make no tensor for them."""
+    """Context manager: let transformers read weights that it stacks from several tensors, also if
+    this process has no rows of the result. Without this change such a weight would get no
+    tensor."""
     from transformers import core_model_loading as loading
 
     stack, put = loading.MergeModulelist.convert, loading.set_param_for_module
@@ -966,9 +989,9 @@ def _are_equal_here(*weights: Tensor) -> bool:
 
 
 def _are_shares(model: Any) -> bool:
-    """Whether each weight is sharded and was read as this process's rows (indices on the first
-    axis). Transformers may have stacked rows of several weights, or converted along other axes;
-    other conversions mix rows."""
+    """Whether each weight of the model is sharded, and was read as this process's rows (indices on
+    the first axis). Transformers may convert weights as it reads them. Rows stay apart if it stacks
+    rows of several weights, or works along other axes; other conversions mix rows."""
     used = getattr(model, "_weight_conversions", None) or ()
     operations = [op for one in used for op in getattr(one, "operations", None) or ()]
     merged = [op for op in operations if type(op).__name__ == "MergeModulelist"]
@@ -982,8 +1005,9 @@ def _are_shares(model: Any) -> bool:
 
 
 def _require_tied(model: Any, source: str) -> None:
-    """Raise ConfigError if head and input embeddings are two weights although config.json ties
-    them: transformers 4 ties them, 5 does not, and a stage that lacks the head cannot check."""
+    """Raise ConfigError if config.json ties the head to the input embeddings, but the model has two
+    weights for them. transformers 4 would tie these, transformers 5 does not, and a stage without
+    the head could not check."""
     tied: Any = model.config.get_text_config().tie_word_embeddings
     weights = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     if tied and all(isinstance(w, nn.Parameter) for w in weights) and weights[0] is not weights[1]:

@@ -1,10 +1,11 @@
 """Adapter of a Hugging Face decoder: runs stages of consecutive layers, and the head.
 
-For the length of a pass the decoder's list of layers is replaced. `PlaceholderLayer` stands for
-every layer of another stage, `Inject`, which returns the stage's input, for the layer before the
-stage, and `Capture`, which keeps the stage's output, for the layer after it. Operations of a family
+For the length of a pass the decoder's list of layers is replaced by a list of the same length, in
+which only the stage's layers are real. `Inject`, which returns the stage's input, takes the place
+of the layer before the stage. `Capture`, which keeps the stage's output, takes the place of the
+layer after it. `PlaceholderLayer` takes the place of all other layers. Operations of a family
 between embedding and first layer (multiplier, positions, dropout) and after the last layer thus
-affect no other stage, and config, layer indices and parameter names stay those of the whole model.
+affect no other stage. Config, layer indices and parameter names stay those of the whole model.
 
     T tokens of a chunk, D hidden size, V vocabulary
 """
@@ -124,7 +125,8 @@ class Stage:
 
     @property
     def events(self) -> tuple[TokenMixing, ...]:
-        """How tokens mix in the stage: (attention or states, layer), in the order of a forward."""
+        """The ways in which tokens mix in the stage: pairs ("attention" or "states", layer), in the
+        order of a forward."""
         own = self._model.events
         if own is None:
             return tuple(("attention", layer) for layer in self.layers)
@@ -199,8 +201,9 @@ class Stage:
         )
 
     def _ending_calls(self) -> AbstractContextManager[None]:
-        """Context manager: make the layer with the stage's last K,V return its input instead of
-        raising KVReady, so that a wrapper's post-forward hooks run."""
+        """Context manager: let a pass that ends at the stage's last K,V end without an exception.
+        The layer that raises KVReady returns its input instead, so that a wrapper's post-forward
+        hooks run."""
 
         def until_kv(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             with suppress(KVReady):
@@ -215,7 +218,8 @@ class Stage:
     ) -> AbstractContextManager[None]:
         """Context manager: checkpoint the stage's first `recompute_layers` layers.
 
-        Their recompute runs inside the backward, bound to the same cell, and stores nothing.
+        The backward runs their forward again, bound to the same cell. This second forward stores no
+        K,V.
         """
         again = replace(what, writes_kv=False, remembers=0, recompute_layers=0)
         first = self.layers.start
@@ -330,8 +334,8 @@ class HFDecoder:
         return weight if isinstance(weight, nn.Parameter) else None
 
     def empty_backward(self) -> None:
-        """Run a backward that changes no gradient, for the hooks of a wrapper: FSDP2 then reduces
-        gradients."""
+        """Run a backward that changes no gradient. It runs the hooks of a wrapper: FSDP2 then
+        reduces the gradients that earlier backwards have accumulated."""
         with torch.enable_grad():
             leaf = torch.zeros((), device=self.device, requires_grad=True)
             output = call_root(self.base, lambda: leaf * 1)
@@ -339,7 +343,8 @@ class HFDecoder:
 
     @property
     def ends(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """Embedding and head; None for one that this process lacks, for both if they are tied."""
+        """The embedding and the head. Each is None if this process lacks it or if it has no
+        parameters; both are None if they are tied."""
         embedding = self.base.get_input_embeddings()
         head = self.base.get_output_embeddings() if self._has_head else None
         each = [
@@ -354,9 +359,10 @@ class HFDecoder:
     def num_frozen_layers(self) -> int:
         """Number of leading layers without a trained parameter in them or before them.
 
-        Parameters outside of layers count as before them, since only the family's code knows where
-        they are used. On a process of a later stage only a tied weight counts so, and all earlier
-        layers seem frozen: the model's number is the minimum over processes.
+        A parameter outside the layers counts as one before them, since only the family's code knows
+        where it is used. A process of a later stage does not see earlier layers, which count as
+        frozen, and counts no parameter outside the layers but a tied weight. The number for the
+        whole model is the minimum over processes.
         """
         own = {id(p) for layer in self.layers for p in layer.parameters()}
         others = [p for p in self.decoder.parameters() if id(p) not in own]
@@ -425,7 +431,11 @@ class HFDecoder:
         return self._outside(lambda: self.decode(input_ids=input_ids[None]))
 
     def whole_logits(self, input_ids: Tensor) -> Tensor:
-        """Return logits (T, V) of a whole sequence (T,) by the model, outside `installed`."""
+        """Return logits (T, V) of a whole sequence (T,), by the model's own attention; final hidden
+        states if the model has no language-model head.
+
+        Call it outside `installed`.
+        """
         if not self._has_head:
             return self.whole_hidden(input_ids)
         return self._outside(lambda: self._whole(input_ids=input_ids[None]))
@@ -470,10 +480,11 @@ class HFDecoder:
 
     @cached_property
     def probed(self) -> Probed:
-        """The decoder's mixers and ways of mixing tokens, from one traced forward of few tokens.
+        """The decoder's mixers (recurrent layers) and the ways in which its layers mix tokens,
+        recorded in one forward of few tokens.
 
-        Placeholders must return as many values as real layers, whose signatures do not say how
-        many. In this forward each placeholder calls the first local layer.
+        The forward also shows how many values a layer returns, so that placeholders return as many.
+        While it runs, each placeholder calls the first local layer.
 
         Raises:
             UnsupportedModelError: the decoder fails with an empty cache.
@@ -500,7 +511,8 @@ class HFDecoder:
         return Probed(mixers, tuple(dict.fromkeys(watch.events)), watch.num_returned[first])
 
     def calls_of(self, mixers: Sequence[Mixer], num_tokens: int) -> list[Called]:
-        """Return the calls of `mixers` in a forward of `num_tokens` tokens."""
+        """Return one `Called` (a mixer and its inputs) for each call of `mixers` in a forward of
+        `num_tokens` tokens."""
         found: list[Called] = []
 
         def note(mixer: Mixer, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -516,7 +528,8 @@ class HFDecoder:
         return found
 
     def _pass_tokens(self, cache: EmptyCache, num_tokens: int) -> None:
-        """Run a few tokens with a cache: ids, or zeros if another stage holds the embedding."""
+        """Run the decoder on `num_tokens` tokens with a cache. The input is token ids or, if
+        another stage holds the embedding, hidden states of zeros."""
         positions = torch.arange(num_tokens, device=self.device)[None]
         given = {"input_ids": positions % self.num_input_ids}
         if 0 not in self.local_layers:
@@ -573,7 +586,8 @@ class HFDecoder:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _whole(self, **inputs: Tensor) -> Tensor:
-        """Return logits (1, T, V) by the class's forward, without hooks of the instance."""
+        """Return logits (1, T, V) by the `forward` of the model's class. A `forward` that was set
+        on the instance and hooks of the model are bypassed."""
         output = type(self.base).forward(self.base, **inputs, use_cache=False, return_dict=True)
         return output.logits  # type: ignore[no-any-return]
 

@@ -273,7 +273,8 @@ class _Chunk(_AnyDtype):
 
 
 class _Attention(torch.autograd.Function):
-    """Saves what furlong's attention saves: q (N, T, H), k, v (K, T, H), output, log-sum-exp."""
+    """Autograd function that saves the same tensors as furlong's attention: q (N, T, H), k and v
+    (K, T, H), output and log-sum-exp. It computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -312,8 +313,9 @@ def _built(config: Any, source: str, kept: Sequence[int] | None = None) -> HFDec
 
 
 def _kinds(model: HFDecoder) -> list[tuple[int, frozenset[str], Any]]:
-    """Return for each layer the number of its parameters, the names of its modules, and a key that
-    is equal for equal layers. Numbers and names leave out what earlier layers share."""
+    """Return (number of parameters, names of modules, key) for each layer. Layers with equal keys
+    are equal. Parameters and modules that an earlier layer has too are left out of a layer's number
+    and names."""
     lists = [x for x in vars(model.config).values() if isinstance(x, list)]
     lists = [x for x in lists if len(x) == model.num_layers]
     seen: set[int] = set()
@@ -328,8 +330,9 @@ def _kinds(model: HFDecoder) -> list[tuple[int, frozenset[str], Any]]:
 
 
 def _chunks(model: HFDecoder) -> list[_Chunk]:
-    """Return counts of a chunk in bfloat16, then in float32: in each dtype with all parameters
-    trained, then with each set of adapters."""
+    """Return counts of a chunk, first in bfloat16, then in float32. For each dtype the first count
+    is with all parameters trained; the others are with adapters, one for each entry of
+    `_ADAPTERS`."""
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         model.base.to(dtype)
@@ -346,7 +349,8 @@ def _num_tokens(config: Any) -> int:
 
 
 def _passed(model: HFDecoder, adapted: Sequence[nn.Module]) -> _Chunk:
-    """Count a chunk with only the linear layers `adapted` trained; if none, all parameters."""
+    """Run a chunk and return its counts. Only the linear layers `adapted` are trained; if there are
+    none, all parameters are."""
     num_tokens = _num_tokens(model.config)
     if adapted:
         model.base.requires_grad_(False)
@@ -374,7 +378,8 @@ def _adapted(chunk: _Chunk, *kinds: str) -> list[nn.Module]:
 def _layer_shape(
     chunks: Sequence[_Chunk], n: int, kind: tuple[int, frozenset[str], Any], config: Any
 ) -> LayerShape:
-    """Return the shape of layer `n`, from its counts in both dtypes and with all adapters."""
+    """Return the `LayerShape` of layer `n`. `chunks`: the counts that `_chunks` returns; `kind`:
+    the layer's entry in the result of `_kinds`."""
     layers, parameters = [chunk.layers[n] for chunk in chunks], kind[0]
     layer, num_tokens, hidden = layers[0], _num_tokens(config), config.hidden_size
     heads, kv_heads, dim, value = layer.heads

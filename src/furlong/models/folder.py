@@ -37,7 +37,8 @@ _MEND = f"mend {CONFIG}, or use the model's own"
 def model_error(
     given: str, required: str, change: str = _MEND, source: str = "model.name"
 ) -> ConfigError:
-    """Return a ConfigError with these fields, for a model's folder, file or value."""
+    """Return an error about a model's folder, file or value. It says what was `given` and what is
+    `required`, where the value comes from (`source`), and how to `change` it."""
     return ConfigError(given=given, required=required, source=source, change=change)
 
 

@@ -47,8 +47,8 @@ Agreed = dict[Any, dict[torch.dtype, Norm]]
 def fused(base: nn.Module, device: torch.device, agreed: Agreed) -> list[Change]:
     """Return changes that give modules a fused `forward`, for a model that computes on `device`.
 
-    `agreed` caches results of tests by kind of module: only the first module of each kind is
-    tested, as a test waits for the device.
+    `agreed` caches test results: kind of module -> dtype -> a norm that agrees with the module.
+    Only the first module of each kind is tested, since a test waits for the device.
     """
     if device.type not in DEVICES:
         return []
@@ -58,7 +58,8 @@ def fused(base: nn.Module, device: torch.device, agreed: Agreed) -> list[Change]
 
 
 def keep_written(base: nn.Module, device: torch.device) -> None:
-    """Store the class's forward on each module that `fused` would change, so `fused` skips it."""
+    """Make modules keep their unfused kernels: store the class's `forward` on each module that
+    `fused` would change. `fused` leaves modules that have such a `forward` unchanged."""
     for names, key, own in fused(base, device, {}):
         names[key] = own.args[0].forward
 

@@ -108,7 +108,7 @@ class SliceCache(EmptyCache):
         return self.read(self._initial)
 
     def touch(self, layer: int) -> None:
-        """Hook for subclasses: states of `layer` are read or written."""
+        """Hook for subclasses, called when a state of `layer` is read or written."""
 
     def get_conv_state(self, layer: int, state_idx: int = 0) -> Tensor | None:
         self.touch(layer)
@@ -164,7 +164,8 @@ def is_rg_lru(module: nn.Module) -> bool:
 def rg_lru(
     block: Any, current: Current, x: Tensor, position_ids: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
-    """Run a RecurrentGemma block on a slice x (1, T, D), starting from the states in `current`.
+    """Run a RecurrentGemma block on a slice x (1, T, D), starting from the states in `current`,
+    which get the states after the slice. Return (output (1, T, D), None).
 
     The block resets its state where `position_ids` are 0, at the start of a sequence.
     """
@@ -470,8 +471,9 @@ def _leaves_states(mixer: Mixer, unread: Collection[StateKey]) -> UnsupportedMod
 
 
 def _rows_of(parts: Sequence[SliceRows], x: Tensor) -> Tensor:
-    """Return rows of x (1, T, ...): (1, t, ...) of one slice, or (B, longest, ...) of several, with
-    padding on the right, which a causal layer never sees."""
+    """Return the rows of x (1, T, ...) that belong to `parts`. The rows of one slice of t tokens
+    are (1, t, ...). Those of B slices are (B, longest, ...), with padding on the right, which a
+    causal layer never sees."""
     if len(parts) == 1:
         return x[:, parts[0].rows]
     longest, others = max(part.num_tokens for part in parts), (0, 0) * (x.ndim - 2)
@@ -501,7 +503,8 @@ class Inputs:
     def of(
         self, x: Tensor, take: Callable[[Tensor], Tensor], cache: EmptyCache
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return positional and named arguments for some rows, with other hidden states and cache.
+        """Return the positional and the named arguments for a call of the mixer on some rows of the
+        chunk. In them `x` replaces the hidden states, and `cache` the cache.
 
         `take` selects the rows of every other tensor (1, T, ...).
         """
@@ -579,8 +582,9 @@ def receive_states(
 def send_states(
     y: Tensor, states: Sequence[Tensor], later_grads: Callable[[], Sequence[Tensor | None]]
 ) -> Tensor:
-    """Return y (1, T, D), as the output of an autograd function in whose backward the slice's final
-    recurrent `states` get the gradients `later_grads()`."""
+    """Return y (1, T, D) as the output of an autograd function. In its backward the slice's final
+    recurrent `states` get their gradients, which `later_grads()` returns: the next chunk has sent
+    them. Without a graph, return y itself."""
     if not torch.is_grad_enabled() or not y.requires_grad:
         return y
     return _SendStates.apply(later_grads, y, *states)  # type: ignore[no-any-return, no-untyped-call]

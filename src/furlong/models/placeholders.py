@@ -70,8 +70,9 @@ def returned(hidden_states: Tensor, num_returned: int) -> Any:
 class Placeholder(nn.Module):
     """Stands for a module that another stage holds outside the layers.
 
-    Nobody uses what passes through it in the decoder: hidden states stay as they are, and ids or
-    positions give zero, which adds nothing. The shape of the module's weight is known.
+    The decoder may call it, but uses nothing of the result: hidden states are returned unchanged,
+    and for ids or positions the result is a zero, which adds nothing. The module's weight is kept
+    as a tensor on meta, so that its shape is known.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -94,12 +95,13 @@ def in_place_of(module: nn.Module, placeholder: nn.Module) -> nn.Module:
 
 
 def placeholders(base: Any, layers: range) -> dict[str, nn.Module]:
-    """Return by name a placeholder for each module of a whole model that other stages hold.
+    """Return name -> placeholder, for each module of a whole model that other stages hold.
+    `layers`: the layers of this stage.
 
-    The first stage holds the input embeddings and what the decoder lists before its layers; the
-    last one holds the head and what the decoder lists after them. Where the head is tied to the
-    input embeddings, the last stage holds both, under their names. Raises UnsupportedModelError for
-    a decoder that cannot be cut so.
+    The first stage holds the input embeddings and the modules that the decoder lists before its
+    layers. The last stage holds the head and the modules that the decoder lists after its layers.
+    If the head is tied to the input embeddings, the last stage holds the input embeddings, too.
+    Raises UnsupportedModelError for a decoder that cannot be cut so.
     """
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
     names = {id(module): name for name, module in base.named_modules()}

@@ -69,8 +69,8 @@ def quantization(quantize: str | Mapping[Any, Any], compute_dtype: torch.dtype) 
 
 
 def check_packed(config: Any, source: str, quantize: object, *, has_adapters: bool) -> None:
-    """Raise ConfigError for 4-bit weights that shall be quantized again, or trained without
-    adapters."""
+    """Raise ConfigError for a model with 4-bit weights if `quantize` asks to quantize them again,
+    or if the model has no adapters to train."""
     if getattr(config, "quantization_config", None) is None:
         return
     given = f"{source}, whose weights are in 4 bits (quantization_config)"

@@ -58,10 +58,10 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
     if `rope` has the model's RoPE type, all others. Sliding-window layers with a separate RoPE keep
     it, since distances in them do not grow.
 
-    The model then has `factor` times the positions before any scaling. If the type stays, it has at
-    least its present positions times the ratio of new to old factor. Without a factor it has at
-    least `max_seq_len`. Raises ConfigError for a model without RoPE, and where transformers refuses
-    or warns of the new one.
+    With a factor, the model then has `factor` times its positions before any scaling. If the RoPE
+    type stays, it has at least its present positions times the ratio of new to old factor. Without
+    a factor, it has at least its present positions and `max_seq_len`. Raises ConfigError for a
+    model without RoPE, and if transformers refuses the new RoPE or warns of it.
     """
     text = config.get_text_config()
     given: dict[str, Any] = {
@@ -165,8 +165,9 @@ _LENGTHS = ("model_max_length", "max_sequence_length", "seq_length")
 
 
 def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> list[str]:
-    """Return values of model.rope that reach `wanted` tokens, the likeliest first. Values that
-    transformers refuses are left out."""
+    """Return values for `model.rope` that make a model of `positions` positions reach `wanted`
+    tokens, as texts in YAML, the likeliest first. A text may end with the condition under which its
+    value fits. Values that transformers refuses are left out."""
     text, file = config.get_text_config(), Path(source or "", "tokenizer_config.json")
     entries, more = _scaled_entries(text), float(math.ceil(wanted / positions))
     own, rope_type, original = entries[0], _type_of(entries[0]), _original_length(text, entries)

@@ -29,8 +29,8 @@ _T = TypeVar("_T", bound=Tensor)
 
 
 def add_fsdp_method(base: nn.Module) -> str:
-    """Add a method that calls a function, and return the method's name. FSDP2 gathers the model's
-    weights for each call.
+    """Add a method to the model, and return the method's name. The method calls the function that
+    it is given. After the call below, FSDP2 gathers the model's weights each time the method runs.
 
     Use: `register_fsdp_forward_method(base, add_fsdp_method(base))`.
     """
@@ -223,7 +223,8 @@ _WRAPPED: tuple[RefusalRule, ...] = (
 
 
 def _first(parameters: Iterable[tuple[str, Any]], tells: Callable[[Any], object]) -> str:
-    """Return the name of the first parameter or module for which `tells` is truthy; else ""."""
+    """Return the name of the first pair (name, parameter or module) for whose second item `tells`
+    returns something truthy; "" if there is none."""
     return next((name for name, x in parameters if tells(x)), "")
 
 
@@ -309,9 +310,10 @@ def _ends(model: Any) -> list[tuple[str, Any]]:
 
 
 def _of_text(tells: Callable[[Any], object], effect: str = "") -> Callable[[Any], object]:
-    """Make a predicate on a model from `tells`, a predicate on its text config.
+    """Return a predicate on a model: whether `tells` is truthy for the model's text config.
 
-    `effect`: a field of `Answers`, the effect that a tiny model must show for the fault to count.
+    `effect`: a field of `Answers`. The predicate then holds only if a tiny model also shows this
+    effect.
     """
     return lambda model: (
         (found := tells(model.config.get_text_config()))

@@ -8,9 +8,10 @@ for every block, as flash attention does. Where sequence parallelism gathers key
 also attend to earlier keys of their own slice: one more block without a mask.
 
 A `Level` (`furlong.plan.rows`) holds the slices of a chunk that one sequence-parallel group shares.
-An all-to-all (dispatch) trades rows for heads, each process attends to all rows with its part of
-the heads, and a second all-to-all (combine) brings its rows back. Slices that one process holds
-alone are local and need no exchange; two halves of them hide the all-to-alls:
+A first all-to-all (dispatch) trades rows for heads: each process then attends to all rows with its
+part of the heads. A second all-to-all (combine) returns the results to the processes that hold the
+rows. Slices that one process holds alone are local and need no exchange. They are divided into two
+halves, whose attention hides the all-to-alls:
 
     1. start the dispatch of every level
     2. attend to the first local half
@@ -18,10 +19,11 @@ alone are local and need no exchange; two halves of them hide the all-to-alls:
     4. attend to the second local half
     5. wait for every combine
 
-The backward uses the same order. The dK,dV that it returns for a chunk's own K,V include what later
-chunks have sent: the relay of SeCO (Algorithm 1) and ChunkFlow (Algorithm 2) without hooks and
-without an extra loss term. Given the saved output of an earlier identical forward, the forward
-exchanges nothing, and the backward dispatches q, k, v and out along with dout.
+The backward uses the same order. The dK,dV that it returns for a chunk's own K,V include the
+gradients that later chunks have sent. This is the relay of SeCO (Algorithm 1) and ChunkFlow
+(Algorithm 2), without hooks and without an extra loss term. If the forward is given the saved
+output of an earlier identical forward, it exchanges nothing. The backward then dispatches q, k, v
+and out along with dout.
 
     T query rows of the process, S keys of a block or gathered keys, N query heads, K key-value
     heads, H head dim; of a level t local rows, L query rows after the dispatch, n and m query and
@@ -87,7 +89,8 @@ class LayerKV(Protocol):
         ...
 
     def write(self, slice_index: int, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
-        """Store the rows of a slice's k and v (K, tokens, H) that later tokens see under `rule`."""
+        """Store a slice's k and v (K, tokens, H) for later chunks. Only rows that later tokens see
+        under the layer's mask rule (`rule`) are kept."""
         ...
 
     def prefix(
@@ -120,17 +123,20 @@ class AttentionRule:
     """As in `Block`."""
 
     def scores(self, distance: int, *squares: slice) -> Block:
-        """Return the `Block` of rows that begin `distance` tokens after the first key. Each of
-        several `squares` (ranges of rows) attends only within itself."""
+        """Return the `Block` (mask rule) of query rows that begin `distance` tokens after the first
+        key. If several `squares` (ranges of rows) are given, each range attends only within
+        itself."""
         own = squares if len(squares) > 1 else ()
         return Block(distance, self.scale, self.window, self.softcap, self.value_width, own)
 
     def open_tokens(self, position: int) -> int:
-        """Return the number of tokens before `position` in its attention block (see `block`)."""
+        """Return the number of tokens before `position` that its attention block holds. If the
+        layer has no attention blocks (see `block`), these are all tokens before it."""
         return position if self.block is None else position % self.block
 
     def left_tokens(self, position: int, num_tokens: int) -> int:
-        """Return how many of `num_tokens` tokens from `position` on are in its attention block."""
+        """Return the number of tokens, of the `num_tokens` tokens from `position` on, that are in
+        the attention block of `position`; all of them if the layer has no attention blocks."""
         if self.block is None:
             return num_tokens
         return max(0, min(num_tokens, self.block - position % self.block))
@@ -168,7 +174,8 @@ def store_slices(
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """A block of K,V before some rows; the caller drops it before the next block is read."""
+    """A block of keys and values of tokens before some query rows. It is valid until the next block
+    is read: the caller must drop it before."""
 
     k: Tensor
     v: Tensor
@@ -181,7 +188,8 @@ class _Earlier:
 class SliceAttention:
     """Attention of some slices in one layer.
 
-    `first_row`: number of the first row in the tensors that are passed, as `Stretch` counts rows.
+    `first_row`: row with which the tensors begin that are passed to the methods. Each `Stretch`
+    (consecutive rows of a slice) counts rows from an earlier row 0.
     """
 
     slices: Sequence[PlacedSlice]
@@ -272,8 +280,9 @@ class SliceAttention:
     def _earlier(
         self, branches: Sequence[PlacedSlice], gathered: Gathered | None, *, gradients: bool
     ) -> Iterator[_Earlier]:
-        """Yield blocks of earlier K,V for slices that share one prefix. First, for each stretch
-        (consecutive rows), the gathered K,V of its slice before it; then the stored prefix."""
+        """Yield blocks of earlier K,V for slices (`branches`) that share one prefix. The first
+        blocks are gathered K,V: one block for each stretch (consecutive rows) of a slice, with the
+        slice's tokens before this stretch. Then come the blocks of the stored prefix."""
         for placed, stretch in ((own, s) for own in branches for s in own.stretches):
             inside = stretch.position - placed.start
             before = min(inside, self.rule.open_tokens(stretch.position))
@@ -294,8 +303,9 @@ class SliceAttention:
             del piece  # the contract of `LayerKV.prefix`
 
     def _squares(self) -> list[slice]:
-        """Return the ranges of rows that attend causally among themselves: stretches of slices, cut
-        at the boundaries of attention blocks."""
+        """Return the ranges of rows in which each row attends causally to the rows before it. These
+        are the stretches (consecutive rows) of all slices, cut at the boundaries of attention
+        blocks."""
         found = []
         for stretch in (s for placed in self.slices for s in placed.stretches):
             start = stretch.start
@@ -307,7 +317,9 @@ class SliceAttention:
         return found
 
     def _branches(self) -> Iterator[list[PlacedSlice]]:
-        """Yield lists of slices that share one prefix; slices without rows are left out."""
+        """Yield lists of slices. The slices of a list are branches of one parent and share its
+        prefix; a slice that shares its prefix with no other slice is alone in its list. Slices
+        without rows on this process are left out."""
         found: list[PlacedSlice] = []
         for placed in self.slices:
             if found and not placed.joins:
@@ -326,11 +338,12 @@ class SliceAttention:
     def _seeing(
         self, branches: Sequence[PlacedSlice], piece: PrefixBlock
     ) -> Iterator[tuple[slice, Block]]:
-        """Yield ranges of rows that see a block of the prefix shared by `branches`, each with its
-        mask rule.
+        """Yield pairs (range of rows, mask rule) for the rows that see `piece`, a block of the
+        prefix that `branches` share.
 
-        A range is the first rows of a stretch; later rows are past the window. Without a window all
-        rows see the whole block, and one range covers all branches.
+        A range is the first rows of a stretch (consecutive rows of a slice), since for later rows
+        the block may be beyond the window. If there are several branches and no window, all rows
+        see the whole block, and one range covers all branches.
         """
         if len(branches) > 1 and self.rule.window is None and self.rule.block is None:
             yield self._rows(branches), self.rule.scores(piece.distance)
@@ -357,7 +370,8 @@ class SliceAttention:
 
 
 def _within(wide: Tensor, rows: slice, part: slice) -> Tensor:
-    """Return the rows `part` of `wide` (N, rows, H), which holds exactly the rows `rows`."""
+    """Return the rows `part` from `wide`, a tensor (N, any, H) that holds only the rows `rows`.
+    Both ranges have the same row 0."""
     return wide[:, part.start - rows.start : part.stop - rows.start]
 
 
@@ -367,7 +381,9 @@ class LevelAttention:
     def __init__(
         self, level: Level, exchange: Exchange | None, num_heads: int, num_kv_heads: int
     ) -> None:
-        """`num_heads`: query heads of the layer; 0 for an exchange of keys and values alone."""
+        """Prepare the attention of `level` in a layer with these numbers of heads. `num_heads`:
+        query heads; 0 to exchange keys and values alone. Raises UnsupportedModelError if the
+        processes of the group cannot divide the heads."""
         assert exchange is not None, f"a place of {level.size} processes needs an exchange"
         u = level.inner_size
         if num_heads % u or (num_kv_heads % u and u % num_kv_heads):
@@ -390,7 +406,8 @@ class LevelAttention:
         return slice(inner * self._n, (inner + 1) * self._n)
 
     def start(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
-        """Start the dispatch of the local rows of `queries` (N, T, H) and `keys` (K, T, H)."""
+        """Start the dispatch, the all-to-all before attention, with the local rows of `queries` (N,
+        T, H) and `keys` (K, T, H)."""
         own = slice(*self.level.local)
         each = [x[:, own] for x in queries], [x[:, own] for x in keys]
         self._transfer = dispatch(self._exchange, self.level, *each)
@@ -405,7 +422,8 @@ class LevelAttention:
     def forward(
         self, attention: SliceAttention, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for q, k, v, store k and v, attend, and start the combine of out.
+        """Wait for q, k and v of the dispatch, store k and v, and attend. Start the all-to-all that
+        returns out to the processes that hold its rows (combine).
 
         Return the rows as they arrived, out (n, L, H) and lse (n, L), for the backward.
         """
@@ -419,16 +437,18 @@ class LevelAttention:
         return x, out, lse
 
     def combined_out(self) -> Tensor:
-        """Wait for the combine and return out (t, N, H) of the local rows."""
+        """Wait for the all-to-all that returns results (combine), and return out (t, N, H) of the
+        local rows."""
         return combined(self.level, self._arrived(), (self._queries,), ())[0]
 
     def backward(
         self, attention: SliceAttention, lse: Tensor, before: tuple[Tensor, Tensor] | None, *,
         needs_kv: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Compute dq, dk, dv and start their combine; return dout and out (n, L, H) for dsinks.
+        """Compute dq, dk, dv and start the all-to-all that returns them (combine). Return dout and
+        out (n, L, H) of the rows that were dispatched, from which the caller computes dsinks.
 
-        `before`: the arrived rows and out that `forward` returned, if only dout was dispatched;
+        `before`: the first two results of `forward`, if only dout was dispatched for this backward.
         None if dout, out, q, k and v were dispatched.
         """
         x = self._arrived()
@@ -454,7 +474,8 @@ class LevelAttention:
         return dout, out
 
     def combined_gradients(self) -> list[Tensor]:
-        """Wait for the combine and return dq (t, N, H), dk and dv (t, K, H) of the local rows."""
+        """Wait for the all-to-all that returns results (combine), and return dq (t, N, H), dk and
+        dv (t, K, H) of the local rows."""
         return combined(self.level, self._arrived(), (self._queries,), self._keys)
 
     def _arrived(self) -> Tensor:
@@ -465,8 +486,10 @@ class LevelAttention:
     def _unpacked(
         self, x: Tensor, num_queries: int
     ) -> tuple[Sequence[Tensor], Tensor, Tensor, Gathered | None]:
-        """Split arrived rows x into query tensors (n, L, H), k and v (m, L, H) of the same rows,
-        and the gathered keys and values or None."""
+        """Split dispatched rows x into their tensors. Return the query tensors (n, L, H), of which
+        there are `num_queries` (1 for q; 3 for dout, out and q), then k and v (m, L, H) of the same
+        rows, then the keys and values gathered from all inner groups. The last result is None if
+        there is one inner group."""
         level, m = self.level, self._m
         inners = dispatched(level, x, (self._queries,) * num_queries, self._keys)
         *queries, k, v = inners[level.inner].split((self._n,) * num_queries + (m, m))
@@ -476,8 +499,14 @@ class LevelAttention:
         return queries, k, v, Gathered(kv[:m], kv[m:])
 
     def _combine(self, own: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
-        """Start the combine of `own` (w, L, H), which stays within this inner group, and of `keys`
-        (w, L, H), of which each inner group gets one tensor."""
+        """Start the combine, the all-to-all that returns results to the processes that hold the
+        rows.
+
+        Args:
+            own: tensors (w, L, H) for this process's inner group (the processes that divide the
+                heads).
+            keys: one tensor (w, L, H) for each inner group, in order; empty if there is only one.
+        """
         each = [[y] for y in keys] or [[] for _ in range(self.level.num_inner)]
         each[self.level.inner] = [*own, *each[self.level.inner]]
         self._transfer = combine(self._exchange, self.level, each)
@@ -575,8 +604,9 @@ class _Call:
         ]
 
     def own_parts(self) -> list[tuple[SliceAttention, slice]]:
-        """Return (attention, rows) of the local slices: of all, or of two halves if these
-        hide all-to-alls."""
+        """Return pairs (attention, rows) for the local slices, which this process holds alone: one
+        pair for all of them or, if all-to-alls can be hidden, one for each of two halves. The list
+        is empty if there are no local slices."""
         if self.rows.own is None:
             return []
         slices = self.rows.own.slices
@@ -588,7 +618,8 @@ class _Call:
 
 
 def _halves(slices: Sequence[PlacedSlice]) -> list[Sequence[PlacedSlice]]:
-    """Cut slices into two runs of about equal work; one slice alone stays one run."""
+    """Divide slices into two parts of consecutive slices, with about equal work. A single slice is
+    not divided: the list then has one part."""
     totals = list(accumulate(placed.num_pairs for placed in slices))
     cut = min(range(len(slices)), key=lambda i: abs(2 * totals[i] - totals[-1])) + 1
     return [half for half in (slices[:cut], slices[cut:]) if half]

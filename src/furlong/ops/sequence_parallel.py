@@ -1,11 +1,15 @@
 """All-to-alls of sequence parallelism: the dispatch before attention, the combine after it.
 
-In the dispatch a process sends its rows of queries, one part of the heads to each process of its
-inner group (`furlong.plan.rows`: those that divide the heads among them), and its rows of keys and
-values, one part of the heads to each process of the whole group. A head that several processes need
-goes to each of them. The rows that arrive from an inner group are in that group's order. The
-combine is the reverse: parts of heads are joined again, and results of several processes for one
-head, or for gathered keys, are summed.
+A sequence-parallel group consists of one or more inner groups (`furlong.plan.rows`). The processes
+of an inner group divide the heads among them, so that each computes attention for one part of the
+heads.
+
+In the dispatch a process sends its rows of queries to its inner group, and its rows of keys and
+values to the whole group. Each process gets its part of the heads; a head that several processes
+need goes to each of them. The rows that arrive from an inner group are in that group's order.
+
+The combine is the reverse: a process gets results for its rows, and joins the parts of heads again.
+Several processes may have results for one head, or for gathered keys; these results are summed.
 
     u  processes of an inner group;  t  local rows;  L  rows of an inner group;  S  rows of all;
     M, m  heads of a tensor, and how many of them one process gets;  w  sum of m over several
@@ -44,7 +48,9 @@ class Exchange(Protocol):
 def dispatch(
     exchange: Exchange, level: Level, queries: Sequence[Tensor], keys: Sequence[Tensor]
 ) -> Callable[[], Tensor]:
-    """Start the dispatch of local rows (M, t, H): `queries` to the inner group, `keys` to all."""
+    """Start the dispatch, the all-to-all before attention, of local rows (M, t, H): `queries` go to
+    the processes of the inner group, `keys` to all processes of the group. Return a function that
+    waits for the rows of the other processes and returns them, to be split by `dispatched`."""
     to_inner = _split(level, (*queries, *keys))
     to_others = _split(level, keys) if keys and level.num_inner > 1 else to_inner[:, :, :0]
     parts = [to_inner if b == level.inner else to_others for b in range(level.num_inner)]
@@ -59,8 +65,9 @@ def dispatch(
 def dispatched(
     level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int]
 ) -> list[Tensor]:
-    """Split dispatched rows x into one tensor (w, L, H) for each inner group. Queries and keys come
-    from this process's inner group, only keys from the other groups.
+    """Split dispatched rows x into one tensor (w, L, H) for each inner group, in the order of the
+    groups. The tensor of this process's inner group has heads of queries, then of keys; those of
+    other inner groups have heads of keys only.
 
     `queries`, `keys`: number of heads of each tensor before it was sent.
     """
@@ -76,12 +83,14 @@ def dispatched(
 
 
 def in_token_order(level: Level, inners: Sequence[Tensor]) -> Tensor:
-    """Join rows (w, L, H) of each inner group to (w, S, H) in token order."""
+    """Join the rows of all inner groups. `inners`: one tensor (w, L, H) for each inner group.
+    Return (w, S, H), in token order."""
     return torch.cat([inners[inner][:, start:stop] for inner, start, stop in level.key_runs], 1)
 
 
 def by_inner_place(level: Level, x: Tensor) -> list[Tensor]:
-    """Split rows x (w, S, H) in token order into rows (w, L, H) of each inner group."""
+    """Split rows x (w, S, H), which are in token order, into the rows of each inner group. Return
+    one tensor (w, L, H) for each: the inverse of `in_token_order`."""
     found = [x.new_empty((x.shape[0], rows, x.shape[2])) for rows in level.inner_rows]
     row = 0
     for inner, start, stop in level.key_runs:
@@ -93,8 +102,13 @@ def by_inner_place(level: Level, x: Tensor) -> list[Tensor]:
 def combine(
     exchange: Exchange, level: Level, inners: Sequence[Sequence[Tensor]]
 ) -> Callable[[], Tensor]:
-    """Start the combine. `inners`: the tensors (m, L, H) that go to each inner group: results for
-    queries and keys to this process's group, for keys alone, equally many, to each other group."""
+    """Start the combine, the all-to-all after attention. Return a function that waits for the
+    results from other processes and returns them, to be split by `combined`.
+
+    `inners`: for each inner group, the tensors (m, L, H) that go to its processes. This process's
+    inner group gets results for queries and keys. Each other inner group gets results for keys
+    alone; these have equally many heads for all groups.
+    """
     each = [sum(x.shape[0] for x in tensors) for tensors in inners]
     other = next((width for inner, width in enumerate(each) if inner != level.inner), 0)
     parts = [torch.cat([x.transpose(0, 1) for x in tensors], 1) for tensors in inners if tensors]
@@ -107,7 +121,11 @@ def combine(
 
 
 def combined(level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int]) -> list[Tensor]:
-    """Split combined rows x into local rows (t, M, H) of each tensor; see `dispatched`."""
+    """Split combined rows x into one tensor (t, M, H) of local rows for each of the tensors that
+    were dispatched: those of queries, then those of keys.
+
+    `queries`, `keys`: number of heads of each tensor (see `dispatched`).
+    """
     u, rows, head_dim = level.inner_size, num_local(level), x.shape[-1]
     narrow = [part_of(level, heads) for heads in keys]
     wide = [part_of(level, heads) for heads in queries] + narrow
@@ -130,17 +148,21 @@ def combined(level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int
 
 
 def num_local(level: Level) -> int:
-    """Return the number of rows of a level that this process has before the dispatch."""
+    """Return the number of rows of a level (the slices that one sequence-parallel group shares)
+    that this process holds before the dispatch."""
     return level.local[1] - level.local[0]
 
 
 def part_of(level: Level, num_heads: int) -> int:
-    """Return the number of heads of a tensor that one process gets, at least one."""
+    """Return the number of heads that one process gets of a tensor with `num_heads` heads: an equal
+    part of them, at least one."""
     return max(1, num_heads // level.inner_size)
 
 
 def _split(level: Level, tensors: Sequence[Tensor]) -> Tensor:
-    """Split local rows (M, t, H) of each tensor by heads: (u, t, w, H), a part per process."""
+    """Split local rows (M, t, H) of each tensor by heads. Return (u, t, w, H): for each process of
+    an inner group, its heads of all tensors. If a tensor has fewer heads than processes, several
+    processes get copies of a head."""
     u, parts = level.inner_size, []
     for x in tensors:
         if x.shape[0] % u:  # fewer heads than processes: several get copies of one
@@ -150,7 +172,8 @@ def _split(level: Level, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(x: Tensor, num_heads: int) -> Tensor:
-    """Join parts (u, t, m, H) of heads to (t, M, H); copies of a head are summed."""
+    """Join the parts of heads that u processes have sent, x (u, t, m, H), to (t, M, H), where M is
+    `num_heads`. If several processes have sent results for the same head, these are summed."""
     u, rows, width, head_dim = x.shape
     x = x.transpose(0, 1).reshape(rows, u * width, head_dim)
     if u * width == num_heads:
@@ -164,7 +187,8 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _widths(level: Level, own: int, other: int) -> list[int]:
-    """Return the heads exchanged with each process: `own` in the inner group, `other` elsewhere."""
+    """Return a list with the number of heads exchanged with each process of the group: `own` for
+    processes of this process's inner group, `other` for all other processes."""
     return [
         own if member // level.inner_size == level.inner else other
         for member in range(level.size)

@@ -92,7 +92,8 @@ class Block:
 class Tally:
     """Calls and FLOPs of attention kernels, counted by the kernel's name.
 
-    The chosen backend alone does not show them: some backends cut a block for several kernels.
+    The name of the chosen backend does not tell which kernels run, since some backends cut a block
+    and compute its parts with several kernels.
     """
 
     calls: Counter[str] = field(default_factory=Counter)

@@ -265,8 +265,8 @@ class _Call:
 
 
 def _rows_apart(num_rows: int, num_keys: int, block: Block) -> int:
-    """Return the number of leading rows that need a separate call: with a window and more rows than
-    keys, the rows that see every key.
+    """Return the number of leading rows that need a separate kernel call. With a window and more
+    rows than keys these are the rows that see every key; otherwise there are none.
 
     With a window on the left the kernel also limits the keys on the right, and would hide keys from
     these rows. The remaining rows are fewer than the keys.

@@ -151,8 +151,9 @@ def split_calls(num_rows: int, num_keys: int, block: Block) -> list[CallPart]:
 
 
 def _aligned(size: int) -> int:
-    """Return the number of leading rows or keys that go to cuDNN: all if a multiple of `_STEP`,
-    else a multiple of a larger step (up to 1/32 of the size), so that cuDNN builds few plans."""
+    """Return the number of leading rows or keys that go to cuDNN. If `size` is a multiple of
+    `_STEP`, these are all. Otherwise `size` is rounded down to a multiple of a step that grows with
+    it (up to 1/32 of it), so that cuDNN builds few plans. A small `size` gives 0."""
     if size % _STEP == 0:
         return size
     return size - size % max(_STEP, 2 ** (size.bit_length() - 6)) if size >= _MIN_CUT else 0

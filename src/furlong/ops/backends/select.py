@@ -69,10 +69,11 @@ class CallKind:
 
 
 class ProbedBackend(Backend):
-    """A backend that uses, for each kind of call, the fastest backend that passes its probe.
+    """A backend that chooses one backend for each kind of attention call: the fastest that passes
+    its probe, a comparison with the reference.
 
-    A model's first calls show which kinds it has. If a backend refuses a call in the middle of a
-    run, the next one takes over calls of that kind.
+    The choice is made at the first call of a kind. If the chosen backend refuses a call in the
+    middle of a run, the next fastest one is probed and takes over calls of that kind.
     """
 
     def __init__(self) -> None:
@@ -134,11 +135,13 @@ def fastest(kind: CallKind) -> str:
 
 
 def choose_backend(kind: CallKind, untried: list[Backend] | None = None) -> Backend:
-    """Return the last of `untried` (default: all candidates) that agrees with the reference, or the
-    reference if none does. Backends that were probed are removed from the list.
+    """Return the last of the backends `untried` that agrees with the reference, or the reference
+    itself if none does. `untried`: candidates, the fastest last (None: all that may serve this kind
+    of call). Each backend that is probed is removed from this list, also the one that is returned.
 
     Each backend is probed once on small blocks, values and gradients. A warning names each backend
-    that fails, and a CUDA device without any: a kernel must be neither chosen nor wrong silently.
+    that fails, and another one a CUDA device for which only the reference is left: a kernel must be
+    neither chosen nor wrong silently.
     """
     log, is_cuda = logging.getLogger(__name__), kind.device.type == "cuda"
     untried = fitting_backends(kind) if untried is None else untried
@@ -214,8 +217,10 @@ def _drawn(kind: CallKind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
 
 
 def _probes(kind: CallKind, *, has_tiles: bool) -> Iterator[tuple[int, int, Block]]:
-    """Yield (rows, keys, block) to test a kind of call: a square, packed slices, earlier keys; with
-    a window also blocks inside it and fewer keys than rows. `has_tiles`: also large blocks."""
+    """Yield triples (number of rows, number of keys, block) that test a kind of call. The blocks
+    are a causal square, packed slices, and earlier keys. With a window there are also blocks that
+    the window does not limit, and one with fewer keys than rows. `has_tiles`: also yield large
+    blocks."""
     softcap = 20.0 if kind.is_capped else None
     rule = Block(0, kind.head_dim**-0.5, None, softcap, kind.value_width)
     num_rows = 48
