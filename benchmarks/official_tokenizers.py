@@ -56,8 +56,6 @@ class Package:
     """TRL's training template of it."""
     differs: str = ""
     """What TRL trains on and furlong does not, as documented: a pattern of its text."""
-    refuses: str = "(?!)"
-    """Refusals that are documented: of templates that drop what an earlier answer was."""
     keys: Mapping[str, Any] = field(default_factory=dict)
     """tokenizer_config.json of a package that has none."""
     pattern: str = ""
@@ -211,8 +209,7 @@ class Asked:
                 kept[name] = record
             except UserError as error:
                 official = self.rendered(self.template, record, ("given",))
-                is_documented = re.search(self.package.refuses, error.given) is not None
-                if official and not (is_documented or _lost(record["messages"], official[0])):
+                if official and not _lost(record["messages"], official[0]):
                     found.append(f"chat {name}: refused, but wholly written: {error.given}")
         trained = self.trained([*kept.values()]) if kept else []
         for (name, record), (ids, learnt) in zip(kept.items(), trained, strict=True):

@@ -271,6 +271,15 @@ MUTANTS = {
         "data/test_training_templates.py::"
         "test_empty_thoughts_are_learnt_only_where_the_record_has_them",
     ),
+    "the stop after the last answer is not written": Mutant(
+        "text = text[:stop] + mark", "text = text[:stop]",
+        "data/test_training_templates.py::test_a_stop_that_begins_the_next_message_is_learnt",
+    ),
+    "thoughts are put before an answer that they change": Mutant(
+        "if not said.endswith(bare) or prompt != text[:start]:", "if False:",
+        "data/test_training_templates.py::"
+        "test_answers_with_thoughts_are_put_together_only_if_nothing_else_changes",
+    ),
     "the last round begins with the first question": Mutant(
         "*asked[-1:]", "*asked[:1]",
         "data/test_formats.py::test_what_is_learnt_of_a_conversation",

@@ -19,7 +19,7 @@ from furlong.config.schema import DataConfig
 from furlong.data.chat import ChatTemplate, Turns, _Template
 from furlong.data.formats import Reading, encode
 from furlong.data.records import Notes, SourceRecord
-from furlong.data.tokenize import IGNORE_INDEX, Rendered, load_tokenizer
+from furlong.data.tokenize import IGNORE_INDEX, Rendered, load_tokenizer, tokenizer_checksum
 from furlong.data.training_templates import (
     TOOL,
     fitting_templates,
@@ -258,6 +258,11 @@ def test_empty_thoughts_are_learnt_only_where_the_record_has_them() -> None:
     assert said == "Four.\n\n<|im_end|>\n"
     kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
     assert encoded(own_template("qwen3"), [USER, ANSWER], **kwargs)[1] == [said]
+    for given, learnt_too in ((None, ""), (True, "\n</think>\n\n")):
+        # the model closes thoughts that the prompt opens, unless another prompt does
+        kwargs = {"chat_template_kwargs": {"enable_thinking": given} if given else {}}
+        closed = encoded(own_template("qwen3.5"), [USER, LAST], **kwargs)[1]
+        assert closed == [f"{learnt_too}{LAST['content']}<|im_end|>\n"]
     empty = {**ANSWER, "content": f"<think>\n\n</think>\n\n{ANSWER['content']}"}
     _, (said,), _ = encoded(own_template("qwen3"), [USER, empty])
     assert said == "<think>\n\n</think>\n\nFour.\n\n<|im_end|>\n"
@@ -292,32 +297,181 @@ THINKING = [turn if turn["role"] == "user" else turn | {"reasoning_content": "hm
         ("phi3", TALK, ["yo<|end|>\n", "sure<|end|>\n<end>"]),
         ("phi3_5", TALK * 6, ["yo<|end|>\n", "sure<|end|>\n"] * 5 + ["yo<|end|>\n",
          "sure<|end|>\n<end>"]),
-        ("glm4moe", TALK * 6, ["yo", "sure"] * 6),
+        ("glm4moe", TALK * 6, ["\nyo", "\nsure"] * 6),
         ("qwen3_8", THINKING[:2], ["hm\n</think>\n\nyo<|im_end|>\n"]),
     ],
 )  # fmt: skip
 def test_templates_of_other_models_are_masked(name: str, turns: Any, said: list[str]) -> None:
     """Prompts without thoughts, tails of every text, and many turns, as the prefixes have them."""
-    found = [answer.removeprefix("\n<think></think>\n") for answer in
-             learnt(rendered(of_trl(name), turns, None))]  # fmt: skip
-    assert found == said
+    assert learnt(rendered(of_trl(name), turns, None)) == said
+
+
+STOPS = ("<|user|>", "<|observation|>")
+FAMILIES = {
+    # what the model writes before an answer without and with the thought "hm", and its stop
+    "deepseekv3": ("\n</think>\n\n", "hm\n</think>\n\n", "<｜end▁of▁sentence｜>"),
+    "deepseek_r1_distill": ("\n</think>\n\n", "hm\n</think>\n\n", "<｜end▁of▁sentence｜>"),
+    "nemotron_3_nano": ("", "hm\n</think>\n", "<|im_end|>\n"),
+    "nemotron_3_super": ("", "hm\n</think>\n", "<|im_end|>\n"),
+    "nemotron_3_ultra": ("", "hm</think>", "<|im_end|>\n"),
+    "nemotron_3_5_lightning": ("", "hm</think>", "<|im_end|>\n"),
+    "qwen3_6": ("", "hm\n</think>\n\n", "<|im_end|>\n"),
+    "glm4moe": ("\n", "\n<think>hm</think>\n", "<|user|>"),
+    "gemma4_v5": ("", "<|channel>thought\nhm\n<channel|>", "<turn|>\n"),
+}
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last"])
+@pytest.mark.parametrize("turns", [TALK[:2], THINKING[:2], TALK, THINKING, THINKING[:2] + TALK[2:],
+                                   TALK[:2] + THINKING[2:]])  # fmt: skip
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_thinking_model_would_generate_is_learnt(
+    name: str, turns: Any, train_on: Any
+) -> None:
+    """Behind the prompt that the model's own template writes, with and without thoughts."""
+    plain, thought, stop = FAMILIES[name]
+    eot = STOPS if name == "glm4moe" else ()
+    text, said, _ = encoded(of_trl(name), turns, train_on=train_on, eot_tokens=eot)
+    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    wanted = [
+        f"{thought if 'reasoning_content' in turn else plain}{turn['content']}{stop}"
+        for turn in answers
+    ]
+    assert said == wanted[-1:] if train_on == "last" else wanted
+    assert text.endswith(wanted[-1])
+    template = ChatTemplate(byte_tokenizer(of_trl(name)))._of(of_trl(name))
+    # before the last answer thoughts are the template's matter, but in DeepSeek's they stay
+    number = -1 if train_on == "last" and "deepseek" not in name else 1
+    silent = {} if "reasoning_content" in turns[number] else {"enable_thinking": False}
+    prompt = template.write(Turns("x", turns[:number], kwargs=silent), prompt=True)
+    assert text.startswith(prompt.replace("/nothink", ""))
 
 
 @pytest.mark.parametrize(
-    ("name", "turns", "change"),
+    ("name", "turns", "switch"),
     [
-        ("nemotron_3_nano", THINKING, "chat_template_kwargs: {truncate_history_thinking: false}"),
-        ("qwen3_6", TALK, "chat_template_kwargs: {preserve_thinking: true}"),
-        ("lfm2_2_5", THINKING, "chat_template_kwargs: {preserve_thinking: true}"),
-        ("glm4moe", THINKING, "train_on: last"),
+        ("nemotron_3_nano", THINKING, {"truncate_history_thinking": False}),
+        ("qwen3_6", TALK, {"preserve_thinking": True}),
+        ("lfm2_2_5", THINKING, {"preserve_thinking": True}),
     ],
 )
-def test_the_change_that_is_offered_was_tried(name: str, turns: Any, change: str) -> None:
+def test_a_switch_that_keeps_thoughts_is_set(
+    name: str, turns: Any, switch: dict[str, bool]
+) -> None:
+    """Unless the run sets it: then the other value is offered, or a template by name taken."""
+    *found, (told,) = encoded(of_trl(name), turns)
+    assert found == [*encoded(of_trl(name), turns, chat_template_kwargs=switch)[:2]]
+    ((key, value),) = switch.items()
+    assert f"{{{key}: {json.dumps(value)}}}" in told
+    given = {"chat_template_kwargs": {key: not value}}
+    if name == "qwen3_6":
+        *same, (told,) = encoded(of_trl(name), turns, **given)
+        assert same == found and "qwen3.5" in told
+        return
     with pytest.raises(DataError) as caught:
-        encoded(of_trl(name), turns)
-    assert change in caught.value.change
+        encoded(of_trl(name), turns, **given)
+    assert f"chat_template_kwargs: {{{key}: {json.dumps(value)}}}" in caught.value.change
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "given", "change"),
+    [
+        ("nemotron_3_nano", TALK[:2], {"chat_template_kwargs": {"enable_thinking": True}},
+         "chat_template_kwargs: {enable_thinking: false}"),
+        ("phi3", THINKING[:2] + TALK[2:], {}, "train_on: last"),
+        ("deepseek_r1_distill", [USER, BARE_CALL, RESULT, LAST], {}, "chat_template: deepseek-r1"),
+    ],
+)  # fmt: skip
+def test_the_change_that_is_offered_was_tried(
+    name: str, turns: Any, given: dict[str, Any], change: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        encoded(of_trl(name), turns, **given)
+    assert f"set data.{change};" in caught.value.change
     key, value = change.split(": ", 1)
-    assert encoded(of_trl(name), turns, **{key: yaml.safe_load(value)})[1]
+    known = training_templates()
+    if key == "chat_template":
+        assert encoded(known[value], turns)[1]
+    else:
+        assert encoded(of_trl(name), turns, **{key: yaml.safe_load(value)})[1]
+
+
+def test_a_model_that_knows_no_thoughts_is_taught_none() -> None:
+    """Although Qwen's templates write the same prompt and answers as plain ChatML."""
+    with pytest.raises(DataError, match="reasoning_content of message 2"):
+        encoded(training_templates()["chatml"], THINKING)
+
+
+FORGETFUL = (
+    "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}"
+    "{% else %}A{% if m.thinking and loop.last %}({{ m.thinking }}){% endif %}{{ m.content }}."
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+)
+
+
+def test_answers_with_thoughts_are_put_together_only_if_nothing_else_changes() -> None:
+    turns = [turn | ({"thinking": f"hm{n}"} if n % 2 else {}) for n, turn in enumerate(TALK)]
+    text, said, (told, *_) = encoded(FORGETFUL, turns)
+    assert said == ["(hm1)yo.", "(hm3)sure."] and "the last one" in told
+    asked = USER["content"]
+    assert text == f"U{asked}A(hm1)yo.U{asked}A(hm3)sure."
+    assert encoded(FORGETFUL, turns, train_on="all")[0] == text
+    marked = [*turns[:3], {**turns[3], "weight": 0}]  # an answer that is not learnt stays
+    assert encoded(FORGETFUL, marked)[:2] == (f"U{asked}A(hm1)yo.U{asked}Asure.", ["(hm1)yo."])
+    loud = FORGETFUL.replace("{{ m.content }}.", "{{ m.content }}{{ '!' if m.thinking else '.' }}")
+    quiet = "{% if add_generation_prompt %}{{ '' if messages[-2:-1] else 'A' }}{% endif %}"
+    silent = FORGETFUL.replace("{% if add_generation_prompt %}A{% endif %}", quiet)
+    for template in (loud, silent):  # another end; another prompt once messages precede it
+        with pytest.raises(DataError, match="cannot be masked"):
+            encoded(template, turns)
+
+
+def test_the_template_of_deepseek_r1_writes_what_the_models_own_does() -> None:
+    """But for thoughts, and the empty ones that close what the prompt opens. Its own template calls
+    tools in one round only."""
+    known, own = training_templates()["deepseek-r1"], of_trl("deepseekv3")
+    for name, turns in CONVERSATIONS.items():
+        if name in ("calls", "in the text"):
+            continue
+        bare = list(map(unthinking, turns))
+        text, said, (told, *_) = encoded(own, bare)
+        assert (text, said) == encoded(known, bare)[:2] and "deepseek-r1" in told
+        written = ChatTemplate(byte_tokenizer(own))
+        plain = written._masked(Turns("x", bare, is_trained_whole=True), written._of(own))[0]
+        assert text.replace("<think>\n\n</think>\n\n", "") == plain
+        count = sum(turn["role"] == "assistant" for turn in turns)
+        assert len(said) == count
+    calls = list(map(unthinking, CONVERSATIONS["calls"]))
+    with pytest.raises(DataError) as caught:
+        encoded(own, calls)
+    assert "chat_template: deepseek-r1" in caught.value.change
+    text, said, _ = encoded(known, calls)
+    assert [one.count("<｜tool▁calls▁begin｜>") for one in said] == [1, 1, 0, 0]
+
+
+def test_a_stop_that_begins_the_next_message_is_learnt(tmp_path: Path) -> None:
+    """If the model's folder names it, or the run: behind each answer, and behind the last one."""
+    template, turns = of_trl("glm4moe"), [USER, BARE_CALL, RESULT, LAST, USER, LAST]
+    tokenizer = byte_tokenizer(template)
+    tokenizer.save_pretrained(tmp_path)
+    plain = load_tokenizer(str(tmp_path))
+    found = ChatTemplate(plain).render(Turns("x", turns))
+    assert plain.stop_tokens == () and not any(said.endswith(STOPS) for said in learnt(found))
+    assert any("eot_tokens: [<|user|>]" in note for note in found.notes)
+    ids = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids([*STOPS])]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.stop_tokens == ("<end>", *STOPS)
+    assert tokenizer_checksum(loaded) != tokenizer_checksum(plain)
+    stopped = ChatTemplate(loaded).render(Turns("x", turns))
+    assert [said.endswith(STOPS) for said in learnt(stopped)] == [True] * 3
+    assert stopped.text == f"{found.text}<|user|>" and stopped.notes == ()
+    by_run = ChatTemplate(plain, STOPS).render(Turns("x", turns))
+    assert (by_run.text, by_run.ranges) == (stopped.text, stopped.ranges)
+    call = ChatTemplate(loaded).render(Turns("x", turns[:2]))
+    assert learnt(call)[-1].endswith("</tool_call><|observation|>")
+    unlearnt = ChatTemplate(loaded).render(Turns("x", [*turns[:-1], {**LAST, "weight": 0}]))
+    assert unlearnt.text == found.text and len(learnt(unlearnt)) == 2
 
 
 def test_a_mark_that_is_no_token_is_refused_with_templates_that_fit() -> None:
@@ -347,7 +501,8 @@ def test_remarks_on_the_end_of_a_conversation_and_on_the_template_are_true() -> 
     (told,) = encoded(own_template("gpt-oss"), [USER, BARE_CALL])[2]
     assert "<|call|>" in told and "generation_config" in told
     (told,) = encoded(of_trl("glm4moe"), TALK)[2]
-    assert "without a special token" in told and "eot_tokens" not in told
+    assert "without a special token" in told and "eot_tokens: [<|user|>]" in told
+    assert encoded(of_trl("glm4moe"), TALK, eot_tokens=("<|user|>",))[2] == []
 
 
 def test_the_end_of_a_turn_is_learnt_if_it_is_named() -> None:

@@ -371,8 +371,8 @@ class DataConfig(BaseModel):
     {role: from, content: value}, and of roles, {roles: {human: user}}. {unused: [images]} removes
     fields of records and messages before they are read."""
     chat_template: Name | None = _null("qwen3")
-    """Chat template: a file, its text, or a name (alpaca, chatml, gemma, gemma3, gpt-oss, llama3,
-    llama3.1, mistral, qwen2.5, qwen3, qwen3.5); null = the tokenizer's."""
+    """Chat template: a file, its text, or a name (alpaca, chatml, deepseek-r1, gemma, gemma3,
+    gpt-oss, llama3, llama3.1, mistral, qwen2.5, qwen3, qwen3.5); null = the tokenizer's."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_free_kwargs)] = Field(
         default={}, examples=[{"enable_thinking": False}]
     )
@@ -388,7 +388,8 @@ class DataConfig(BaseModel):
     eot_tokens: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = Field(
         default=(), examples=["<|eot_id|>"]
     )
-    """Tokens to train on if they follow an answer and the tags of the template leave them out."""
+    """Tokens to train on if they follow an answer and the tags of the template leave them out; a
+    text that ends with an answer without its stop gets the one of the next message."""
     max_seq_len: Positive = 131072
     """Maximum number of tokens in a sequence."""
     too_long: TooLong = "error"

@@ -47,8 +47,8 @@ from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
 from furlong.files import checksum, os_errors_told, user_cache, whole_folder, write_json
 
-# 12: texts that begin with BOS, or end with a special token, get no other one.
-CACHE_VERSION = 13
+# 14: a stop that begins the next message follows an answer.
+CACHE_VERSION = 14
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _MANIFEST = "manifest.json"

@@ -6,8 +6,14 @@ and then removed from the text.
 For any other template, two texts are rendered for each answer: the prompt for it, and the
 conversation up to the end of the answer. The answer is what the second text adds to the first. The
 whole conversation's text must begin with both texts, which is checked. A template fails this check
-if, for instance, it drops the reasoning of earlier answers. furlong then uses one of its training
-templates that writes the same answers as the model's template, if there is one.
+if, for instance, it drops the reasoning of earlier answers. furlong then writes the text with the
+thoughts of every answer, in the first of these ways that changes nothing else: by one of its
+training templates, by a switch of the template, or with each answer as the template writes it where
+the conversation ends with it.
+
+An answer ends with a token at which the model stops. In some templates, such as that of GLM-4.5,
+this token begins the next message. It is trained on there, and added to a text that ends with an
+answer.
 
 The text is also checked for what it leaves out: each content, thought, tool call and tool result is
 searched in the text of its message. It is an error if part of an answer that is trained on, or of a
@@ -33,7 +39,9 @@ from typing import Any
 from furlong.data.fields import MARKS, Turn, answers, may_be_trained, num_common
 from furlong.data.tokenize import Rendered
 from furlong.data.training_templates import (
+    FOLLOWED,
     PROBES,
+    THOUGHTFUL,
     TOOL,
     fitting_templates,
     marks_of,
@@ -56,8 +64,11 @@ _PROBE = "furlong-3f9c"  # occurs in no template
 _OPEN, _CLOSE = f"{_PROBE}(", f"){_PROBE}"
 _MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
 _EMPTY = re.compile(r"<think>\s*</think>")
+_EMPTY_BEFORE = re.compile(rf"{_EMPTY.pattern}(\n\n)?(?!\s*\Z)")  # not those that end a prompt
 # The prompt may contain their beginning.
 _EMPTY_FIRST = re.compile(r"\s*(<think>)?\s*</think>\s*")
+_OPENED = ("<think>", "<think>\n")
+_BY_NAME = "by furlong's training template "
 _CANNOT = "a chat template that cannot be masked"
 _MANY = 2
 """Conversations of more answers are masked by furlong's template if it writes the same text."""
@@ -100,11 +111,15 @@ class ChatTemplate:
         answer, they are trained on."""
         self._tokenizer = tokenizer
         ends = self._eot_tokens = tuple(eot_tokens)
-        self._end = re.compile(rf"\s*({'|'.join(map(re.escape, ends))})") if ends else None
         self._added = tokenizer.get_added_vocab()
-        self._stops = (*ends, *self._added)
+        self._marks = (*ends, *self._added)
+        stops = (tokenizer.eos_token, *getattr(tokenizer, "stop_tokens", ()), *ends)
+        self._stops = tuple(filter(None, stops))
+        """The tokens at which the model is known to stop."""
         self._ends: dict[_Template, str | None] = {}
+        self._next_marks: dict[tuple[_Template, bool], str] = {}
         self._templates: dict[str, _Template] = {}
+        self._keeping: dict[_Template, _Keeping] = {}
         self._trained_by: dict[_Template, tuple[str, _Template] | None] = {}
 
     def render(self, turns: Turns) -> Rendered:
@@ -130,22 +145,8 @@ class ChatTemplate:
         try:
             text, ranges, notes = self._masked(turns, template)
         except CannotBeMaskedError as error:
-            other = self._training_template(template, turns)
-            try:
-                if other is None:
-                    raise
-                text, ranges, notes = self._masked(turns, other[1])
-            except CannotBeMaskedError as last:
-                if change := self._change(turns, template):
-                    last.change = f"{change}; or {last.change}"
-                raise
-            name, template = other
-            notes.append(
-                f"conversations by furlong's training template {name}, since the model's own"
-                f" {error.why}"
-            )
-        unknown = sorted(m for m in template.marks if m in text and m not in self._added)
-        if unknown:
+            text, ranges, notes, template = self._masked_otherwise(turns, template, error)
+        if unknown := self._unknown(template, text):
             raise ConfigError(
                 given=f"a chat template that writes {', '.join(unknown)}, no token of"
                 f" {self._tokenizer.name_or_path}",
@@ -155,13 +156,81 @@ class ChatTemplate:
             )
         if turns.is_trained_whole:
             return Rendered(text, None, True, tuple(notes))
-        ranges = self._as_generated(turns, text, ranges)
+        ranges = self._as_generated(turns, template, text, ranges)
+        text, ranges = self._with_stop(turns, template, text, ranges)
         notes += self._on_the_end(turns, template, text, ranges)
         return Rendered(text, tuple(ranges), True, tuple(notes))
 
     def _offer(self) -> str:
         names = " or ".join(fitting_templates(self._added.__contains__))
         return f"set data.chat_template to {names}, or use the tokenizer of a chat model"
+
+    def _masked_otherwise(
+        self, own: Turns, template: _Template, error: CannotBeMaskedError
+    ) -> tuple[str, list[Range], list[str], _Template]:
+        """Return what `_masked` returns, and the template that was used, for the first of `_ways`
+        in which the conversation can be masked.
+
+        `error`: why it cannot be masked as it is; raised, with a change to make, if no way works.
+        """
+        why, known = error.why, self._training_template(template, own)
+        for how, other, conversation in self._ways(own, template, known):
+            try:
+                text, ranges, notes = self._masked(conversation, other)
+            except CannotBeMaskedError as last:
+                error = last if known is not None and other is known[1] else error
+                continue
+            except DataError:
+                continue
+            if not self._unknown(other, text):
+                note = f"conversations {how}, since the model's own {why}"
+                return text, ranges, [*notes, note], other
+        if change := self._change(own, template):
+            error.change = f"{change}; or {error.change}"
+        raise error
+
+    def _ways(
+        self, own: Turns, template: _Template, known: tuple[str, _Template] | None
+    ) -> Iterator[tuple[str, _Template, Turns]]:
+        """Yield ways to render a conversation that keep the thoughts of every answer and change
+        nothing else: the way in words, the template, and the conversation to render with it.
+
+        `known`: furlong's training template of the model, if it has one.
+        """
+        if known is not None:
+            yield _BY_NAME + known[0], known[1], own
+        bare = self._bare(own, template)
+        opens_thoughts = (bare[0] or "").endswith(_OPENED)  # others may know no thoughts
+        text = template.tried(own)
+        for _, how, other, conversation in self._tries(own, template):
+            if other is template:
+                is_free = len(conversation.kwargs) > len(own.kwargs)
+                may_be = is_free and template.tried(conversation) != text
+            else:
+                may_be = opens_thoughts
+            if may_be and None not in bare and self._bare(conversation, other, bare) == bare:
+                yield how, other, conversation
+        if not template.has_tags and any(_is_thinking(own.turns[n]) for n in _trained_turns(own)):
+            keeping = self._keeping.setdefault(template, _Keeping(template.text, self._tokenizer))
+            yield "with every answer as the template writes the last one", keeping, own
+
+    def _tries(
+        self, own: Turns, template: _Template
+    ) -> Iterator[tuple[str, str, _Template, Turns]]:
+        """Yield changes of a run's settings: each switch of the template, then each of furlong's
+        templates. A change has two texts, for an error and for a note, the template, and the
+        conversation to render with it."""
+        for name, value in template.switches:
+            switch = f"{{{name}: {json.dumps(value)}}}"
+            changed = replace(own, kwargs={**own.kwargs, name: value})
+            how = f"with chat_template_kwargs: {switch}"
+            yield f"set data.chat_template_kwargs: {switch}", how, template, changed
+        for name, text in training_templates().items():
+            yield f"set data.chat_template: {name}", _BY_NAME + name, self._of(text), own
+
+    def _unknown(self, template: _Template, text: str) -> list[str]:
+        """Return the special tokens of a template that a text has and the tokenizer has not."""
+        return sorted(m for m in template.marks if m in text and m not in self._added)
 
     def _change(self, own: Turns, template: _Template) -> str | None:
         """Return a change of the run's settings after which the conversation can be trained on, as
@@ -171,24 +240,69 @@ class ChatTemplate:
         template reads, one of furlong's templates that writes the same prompt, and training on the
         last answers alone.
         """
-        tries = [
-            (f"set data.chat_template_kwargs: {{{name}: {json.dumps(value)}}}", template,
-             replace(own, kwargs={**own.kwargs, name: value}))
-            for name in template.switches for value in (True, False)
-        ]  # fmt: skip
-        tries += [
-            (f"set data.chat_template: {name}", self._of(training_templates()[name]), own)
-            for name in fitting_templates(self._added.__contains__)
-        ]
-        tries.append(("set data.train_on: last", template, only_last_answers(own)))
-        first = next((n for n, turn in enumerate(own.turns) if turn["role"] == "assistant"), 0)
-        for change, other, conversation in tries:
+        last = ("set data.train_on: last", "", template, only_last_answers(own))
+        for change, _, other, conversation in (*self._tries(own, template), last):
             with suppress(DataError):
-                self._masked(conversation, other)
+                text, *_ = self._masked(conversation, other)
+                first = _first_answer(own)
                 prompts = [one.write(own, first, prompt=True) for one in (template, other)]
-                if prompts[0] == prompts[1]:
+                if prompts[0] == prompts[1] and not self._unknown(other, text):
                     return change
         return None
+
+    def _bare(
+        self, own: Turns, template: _Template, like: tuple[str | None, str | None] = (None, None)
+    ) -> tuple[str | None, str | None]:
+        """Return the prompt for the first answer, and the text of the conversation, both without
+        thoughts; None for what the template refuses. Two templates for which both are equal differ
+        in thoughts alone.
+
+        `like`: the texts to compare with. The text is rendered only if the prompt is equal.
+        """
+        prompt, text = None, None
+        with suppress(DataError):
+            written = template.write(own, _first_answer(own), prompt=True)
+            prompt = _EMPTY_BEFORE.sub("", written)
+        if prompt is not None and like[0] in (None, prompt):
+            bare = replace(own, turns=[*map(_unthinking, own.turns)])
+            shaped = (template.tried(_shaped(bare, shape)) for shape in _shapes(bare))
+            text = next((one for one in shaped if one is not None), None)
+        return prompt, None if text is None else _EMPTY_BEFORE.sub("", text)
+
+    def _with_stop(
+        self, own: Turns, template: _Template, text: str, ranges: list[Range]
+    ) -> tuple[str, list[Range]]:
+        """Return the text and the ranges, with the token at which the model stops added to both if
+        the text ends with an answer after which the template writes it in the next message only."""
+        is_last = _trained_turns(own)[-1:] == [len(own.turns) - 1]
+        if not (ranges and is_last) or text[ranges[-1][1] :].strip():
+            return text, ranges
+        start, stop = ranges[-1]
+        stops = self._stops_of(template)
+        if _end_of(text[start:stop], self._stops) is None and (
+            (mark := self._next_mark(own, template)).strip() in stops
+        ):
+            text = text[:stop] + mark
+            ranges = [*ranges[:-1], (start, len(text))]
+        return text, ranges
+
+    def _stops_of(self, template: _Template) -> tuple[str, ...]:
+        """Return the tokens that are trained on after an answer. A template with tags excludes all
+        but `eot_tokens`."""
+        return self._eot_tokens if template.has_tags else self._stops
+
+    def _next_mark(self, own: Turns, template: _Template) -> str:
+        """Return the special token with which the template begins a message after an answer like
+        the last one, with the white space before the token; an empty text if there is none."""
+        has_calls = bool(own.turns[-1].get("tool_calls"))
+        if (template, has_calls) not in self._next_marks:
+            self._next_marks[template, has_calls] = ""
+            with suppress(DataError):
+                probe = Turns(own.origin, FOLLOWED[has_calls], [TOOL] if has_calls else None)
+                text, ranges, _ = self._masked(probe, template, is_proved=False)
+                if mark := _one_of(self._marks).match(text, ranges[0][1]):
+                    self._next_marks[template, has_calls] = mark[0]
+        return self._next_marks[template, has_calls]
 
     def _on_the_end(
         self, own: Turns, template: _Template, text: str, ranges: list[Range]
@@ -198,20 +312,22 @@ class ChatTemplate:
         on."""
         if not ranges:
             return
-        end = _end_of(text[slice(*ranges[-1])], self._stops)
+        end = _end_of(text[slice(*ranges[-1])], self._marks)
         if end is None:
-            way = "data.eot_tokens" if text[ranges[-1][1] :].strip() else "the template writes none"
+            mark = self._next_mark(own, template).strip()
+            way = f"data.eot_tokens: [{mark}]" if mark else "the template writes none"
+            way = "data.eot_tokens" if text[ranges[-1][1] :].strip() else way
             yield (
                 "conversations whose last answer ends without a special token: where to stop"
                 f" is not learnt ({way})"
             )
-        elif end not in (self._tokenizer.eos_token, *self._eot_tokens):
+        elif end not in self._stops:
             if template not in self._ends:
                 self._ends[template] = None
                 with suppress(DataError):  # how a plain answer ends
                     probe = Turns(own.origin, PROBES[0][0])
                     said, found, _ = self._masked(probe, template, is_proved=False)
-                    self._ends[template] = _end_of(_parts(said, found)[-1], self._stops)
+                    self._ends[template] = _end_of(_parts(said, found)[-1], self._marks)
             if end != self._ends[template]:
                 yield (
                     f"conversations whose last answer ends with {end}, which is not the EOS:"
@@ -245,7 +361,7 @@ class ChatTemplate:
         """
         errors: list[DataError] = []
         for shape in _shapes(own):
-            shaped = replace(own, turns=[shape(turn) for turn in own.turns])
+            shaped = _shaped(own, shape)
             try:
                 if own.is_trained_whole:
                     text, ranges = template.write(shaped), list[Range]()
@@ -296,29 +412,36 @@ class ChatTemplate:
                 others, found, _ = self._masked(probe, other, is_proved=False)
             except DataError:
                 return False
-            said = _parts(text, self._as_generated(probe, text, ranges))
+            said = _parts(text, self._as_generated(probe, template, text, ranges))
             is_first = sum(turn["role"] == "assistant" for turn in turns) == 1
-            if said != _parts(others, self._as_generated(probe, others, found)) or (
+            if said != _parts(others, self._as_generated(probe, other, others, found)) or (
                 is_first and text != others
             ):
                 return False
             num_same += 1
         return num_same > len(PROBES) // 2
 
-    def _as_generated(self, own: Turns, text: str, ranges: list[Range]) -> list[Range]:
+    def _as_generated(
+        self, own: Turns, template: _Template, text: str, ranges: list[Range]
+    ) -> list[Range]:
         """Return the answers' ranges, changed to cover what a model generates.
 
-        If an `eot_token` follows an answer, the range is extended by it. If the template has put an
-        empty thought at the start of an answer, the range begins after this thought.
+        If a token at which the model stops follows an answer, the range is extended by it. If the
+        template has put an empty thought at the start of an answer, the range begins after this
+        thought, unless each prompt opens the thought, so that the model has to close it.
         """
         is_own = any(_EMPTY.search(turn.get("content", "")) for turn in own.turns)
-        found = []
+        found, next_stop = [], _one_of(self._stops_of(template))
         for start, stop in ranges:
-            if not is_own and (empty := _EMPTY_FIRST.match(text, start, stop)):
-                start = empty.end()
-            end = self._end and self._end.match(text, stop)
-            if end and not text[start:stop].rstrip().endswith(end[1]):
-                stop = end.end()
+            if not is_own and _EMPTY_FIRST.match(text, start, stop):
+                empty = template.empty.match(text, start, stop)
+                may_skip = template.empty is not _EMPTY_FIRST
+                must_close = own.kwargs.get("enable_thinking") or not may_skip
+                if empty and not (must_close and text.endswith(_OPENED, 0, start)):
+                    start = empty.end()
+            if end := next_stop.match(text, stop):
+                known = (end[1],) if end[1] in self._eot_tokens else self._stops
+                stop = stop if text[start:stop].rstrip().endswith(known) else end.end()
             found.append((start, stop))
         return found
 
@@ -327,24 +450,44 @@ class _Template:
     """One chat template, which renders conversations and finds the answers in their texts."""
 
     def __init__(self, text: str, tokenizer: Any) -> None:
-        self._text, self._tokenizer = text, tokenizer
-        self._stops = tuple(tokenizer.get_added_vocab())
+        self.text, self._tokenizer = text, tokenizer
+        self._marks = tuple(tokenizer.get_added_vocab())
         self.has_tags = bool(_TAG.search(text))
         self.marks = marks_of(text)
         self._takes_parts = None if "text" in text else False
         """Whether it requires contents as lists of parts; None until it is asked."""
 
     def names(self, role: str) -> bool:
-        return f"'{role}'" in self._text or f'"{role}"' in self._text
+        return f"'{role}'" in self.text or f'"{role}"' in self.text
 
     @cached_property
-    def switches(self) -> list[str]:
-        """Names of the `chat_template_kwargs` that the template reads."""
+    def switches(self) -> list[tuple[str, bool]]:
+        """The keys of `chat_template_kwargs`, each with a value, that change the text or the prompt
+        of a conversation with thoughts."""
         from transformers.utils.chat_template_utils import _get_template_variables
 
+        probes = [Turns("", turns, [TOOL]) for turns in THOUGHTFUL]
+
+        def texts(**kwargs: bool) -> list[str | None]:
+            given = [replace(probe, kwargs=kwargs) for probe in probes]
+            return [self.tried(own, prompt=prompt) for own in given for prompt in (False, True)]
+
         set_here = {"messages", "tools", "documents", "add_generation_prompt"}
-        names = _get_template_variables(self._text) - set_here
-        return sorted(name for name in names if not name.endswith("_token"))
+        names = _get_template_variables(self.text) - set_here
+        names = {name for name in names if not name.endswith("_token")}
+        tried = ((one, to) for one in sorted(names) for to in (True, False))
+        plain = texts()
+        return [(one, to) for one, to in tried if texts(**{one: to}) != plain]
+
+    @cached_property
+    def empty(self) -> re.Pattern[str]:
+        """A pattern of the empty thoughts at the start of an answer, with the white space that the
+        prompt of `enable_thinking: false` has after them, if it has them."""
+        probe = Turns("", [{"role": "user", "content": _PROBE}], kwargs={"enable_thinking": False})
+        with suppress(DataError):
+            if found := re.search(r"</think>(\s*)$", self.write(probe, prompt=True)):
+                return re.compile(rf"\s*(<think>)?\s*</think>{found[1]}")
+        return _EMPTY_FIRST
 
     def by_tags(self, own: Turns) -> tuple[str, list[Range]]:
         """Return the text of a conversation, and the ranges between generation tags that are
@@ -411,7 +554,7 @@ class _Template:
                 inside = turn["content"].replace(content, f"{_OPEN}{content}{_CLOSE}")
                 turns[number] = turn | {"content": inside}
                 marked.append(number)
-        found, ranges = _unmarked(self._tried(replace(own, turns=turns)) or "")
+        found, ranges = _unmarked(self.tried(replace(own, turns=turns)) or "")
         is_same = found == text and len(ranges) == len(marked)
         return dict(zip(marked, ranges, strict=True)) if is_same else {}
 
@@ -439,9 +582,9 @@ class _Template:
         is_last = number + 1 == len(own.turns)
         upto = text if is_last else self.write(own, number + 1)
         # Phi's template ends every text with a token: drop it while another ends the answer.
-        while (end := _end_of(upto, self._stops)) and not text.startswith(upto):
+        while (end := _end_of(upto, self._marks)) and not text.startswith(upto):
             less_one = upto.rstrip().removesuffix(end)
-            if _end_of(less_one, self._stops) is None:
+            if _end_of(less_one, self._marks) is None:
                 break
             upto = less_one
         if not text.startswith(upto):
@@ -502,7 +645,7 @@ class _Template:
         given = {key for turn in own.turns for key in turn if turn[key] not in ("", [], {}, None)}
         for key in sorted(given.difference(_READ, _LINKS)):
             less = [shape({k: v for k, v in turn.items() if k != key}) for turn in own.turns]
-            if self._tried(replace(own, turns=less)) == text:
+            if self.tried(replace(own, turns=less)) == text:
                 remarks[f"{key} in a message that the template does not write"] = None
         return [f"conversations with {remark}" for remark in remarks]
 
@@ -529,11 +672,12 @@ class _Template:
         place[path[-1]] = old.replace(value, _PROBE, 1) if isinstance(old, str) else _PROBE
         turns = [shape(changed if n == number else turn) for n, turn in enumerate(own.turns)]
         tools = changed["tools"] if number < 0 else own.tools
-        return self._tried(replace(own, turns=turns, tools=tools)) != text
+        return self.tried(replace(own, turns=turns, tools=tools)) != text
 
-    def _tried(self, own: Turns) -> str | None:
+    def tried(self, own: Turns, *, prompt: bool = False) -> str | None:
+        """Return the text of a conversation, or None if the template refuses it."""
         with suppress(DataError):  # it may require what was taken out
-            return self.write(own)
+            return self.write(own, prompt=prompt)
         return None
 
     def write(
@@ -550,7 +694,7 @@ class _Template:
             probe = replace(own, turns=[{"role": "user", "content": _PROBE}])
             found = []
             for self._takes_parts in (False, True):
-                found.append(_PROBE in (self._tried(probe) or ""))
+                found.append(_PROBE in (self.tried(probe) or ""))
             self._takes_parts = found == [False, True]
         turns = own.turns[:num_turns]
         if self._takes_parts:
@@ -560,7 +704,7 @@ class _Template:
                 else turn
                 for turn in turns
             ]
-        source = _TAG.sub(_with_mark, self._text) if tags else self._text
+        source = _TAG.sub(_with_mark, self.text) if tags else self.text
         try:
             if DATE in own.kwargs:
                 day = date.fromisoformat(str(own.kwargs[DATE]))
@@ -602,6 +746,54 @@ class _Template:
         return error
 
 
+class _Keeping(_Template):
+    """A template that keeps the thoughts of every answer that is trained on: each answer is written
+    as the template writes it where the conversation ends with it."""
+
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        super().__init__(text, tokenizer)
+        self.has_tags = False
+
+    def by_prefixes(self, own: Turns) -> tuple[str, list[Range]]:
+        """Return the text of the conversation, and the ranges of the answers that are trained on.
+
+        The conversation is rendered without thoughts. Then each answer with thoughts is replaced by
+        what it adds to its prompt where the conversation ends with it. Raises DataError if that is
+        another answer, or if the prompt is another one.
+        """
+        plain = replace(own, turns=[*map(_unthinking, own.turns)])
+        text, ranges = super().by_prefixes(plain)
+        pieces, found, num_chars, at = [], [], 0, 0
+        for number, (start, stop) in zip(_trained_turns(own), ranges, strict=True):
+            said = text[start:stop]
+            if _is_thinking(own.turns[number]):
+                upto = replace(own, turns=own.turns[: number + 1], first=number)
+                whole = super().write(upto)
+                said = whole[self._added(upto, whole, number)[0] :]
+                bare = self.empty.sub("", text[start:stop], count=1)
+                prompt = super().write(plain, number, prompt=True)
+                if not said.endswith(bare) or prompt != text[:start]:
+                    raise self._refusal(
+                        own,
+                        f"{_CANNOT}: message {number + 1} with its thoughts is not what it is"
+                        " without them, after the thoughts",
+                        "writes answers with thoughts otherwise",
+                    )
+            pieces += [text[at:start], said]
+            num_chars += start - at
+            found.append((num_chars, num_chars + len(said)))
+            num_chars, at = num_chars + len(said), stop
+        return "".join((*pieces, text[at:])), found
+
+    def write(
+        self, own: Turns, num_turns: int | None = None, *, prompt: bool = False, tags: bool = False
+    ) -> str:
+        is_part = num_turns is not None or prompt or tags
+        if is_part or not any(_is_thinking(own.turns[n]) for n in _trained_turns(own)):
+            return super().write(own, num_turns, prompt=prompt, tags=tags)
+        return self.by_prefixes(own)[0]
+
+
 TurnShape = Callable[[Turn], Turn]
 """Returns a turn with its calls in another form."""
 
@@ -609,6 +801,10 @@ TurnShape = Callable[[Turn], Turn]
 def _shapes(own: Turns) -> list[TurnShape]:
     has_calls = any(turn.get("tool_calls") for turn in own.turns)
     return [dict, _with_null, _as_openai_has_it] if has_calls else [dict]
+
+
+def _shaped(own: Turns, shape: TurnShape) -> Turns:
+    return replace(own, turns=[shape(turn) for turn in own.turns])
 
 
 def _with_null(turn: Turn) -> Turn:
@@ -646,6 +842,25 @@ def _trained_turns(own: Turns) -> list[int]:
 
 def _is_thinking(turn: Turn) -> bool:
     return any(turn.get(key) for key in _THOUGHTS) or "</think>" in (turn.get("content") or "")
+
+
+def _unthinking(turn: Turn) -> Turn:
+    """Return a turn without thoughts."""
+    if turn["role"] != "assistant" or not _is_thinking(turn):
+        return turn
+    said = (turn.get("content") or "").split("</think>")[-1].lstrip("\n")
+    return {key: v for key, v in turn.items() if key not in _THOUGHTS} | {"content": said}
+
+
+def _first_answer(own: Turns) -> int:
+    """Return the index of the first answer to a message."""
+    return next((n for n, turn in enumerate(own.turns) if n and turn["role"] == "assistant"), 0)
+
+
+def _one_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of any white space and one of the tokens."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile(rf"\s*({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def _end_of(text: str, stops: Iterable[str]) -> str | None:

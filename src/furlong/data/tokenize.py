@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from furlong.config.schema import DataConfig, RunConfig
 from furlong.data.records import MAX_TEXT_BYTES, Notes, SourceRecord, too_large
 from furlong.data.training_templates import template_text
 from furlong.errors import ConfigError, first_line
-from furlong.models.folder import check_name, hushed, model_file
+from furlong.models.folder import CONFIG, GENERATION, check_name, hushed, model_file
 
 IGNORE_INDEX = -100
 """The label of a token that adds nothing to the loss."""
@@ -124,7 +124,8 @@ def load_tokenizer(
         is_needed: if false, `NoTokenizer` is returned where no file of a tokenizer exists.
 
     Returns:
-        The tokenizer. Its attribute `source_files` holds the files to export, by name.
+        The tokenizer. Its attribute `source_files` holds the files to export, by name;
+        `stop_tokens` the tokens at which the model of its folder stops.
 
     Raises:
         ConfigError: there is no tokenizer, it cannot be read, or it lacks a token of `settings`.
@@ -179,9 +180,24 @@ def load_tokenizer(
             " (Qwen/Qwen2.5-0.5B) and the connection",
         ) from cause
     tokenizer.name_or_path, tokenizer.source_files = name, files
+    tokenizer.stop_tokens = _stop_tokens(tokenizer, path, revision)
     if "tokenizer.json" in files and not _apply_flags(tokenizer, flags) and what:
         files[_CONFIG] = _changed(files, {"tokenizer_class": "PreTrainedTokenizerFast"})
     return tokenizer if settings is None else _as_set(tokenizer, settings)
+
+
+def _stop_tokens(tokenizer: Any, path: str, revision: str | None) -> tuple[str, ...]:
+    """Return the tokens at which generation stops by the files of a model; none if they do not
+    say."""
+    for name in (GENERATION, CONFIG):
+        with suppress(ValueError, OSError, AttributeError):
+            file = model_file(path, name, revision)
+            given = None if file is None else json.loads(file.read_bytes()).get("eos_token_id")
+            ids = [id for id in (given if isinstance(given, list) else [given]) if type(id) is int]
+            if ids:
+                tokens = tokenizer.convert_ids_to_tokens([id for id in ids if id < len(tokenizer)])
+                return tuple(str(token) for token in tokens if token is not None)
+    return ()
 
 
 def _changed(files: Mapping[str, bytes], values: Mapping[str, Any], name: str = _CONFIG) -> bytes:
@@ -356,6 +372,9 @@ def tokenizer_checksum(tokenizer: Any) -> str:
         "eos": tokenizer.eos_token_id,
         "template": tokenizer.chat_template,
     }
+    named = str(tokenizer.chat_template)
+    if stops := [one for one in getattr(tokenizer, "stop_tokens", ()) if one in named]:
+        parts["stops"] = stops
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         # Each call of the tokenizer sets these two.

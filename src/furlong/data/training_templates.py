@@ -3,7 +3,7 @@
 They write what the models' templates write, but keep the thoughts of every answer, so that each
 answer stands as the model generated it. Their texts are `templates/*.jinja` beside this file.
 
-TRL's training templates are not used. Three of them train on tokens of the prompt (see the table in
+TRL's training templates are not used. Four of them train on tokens of the prompt (see the table in
 docs/data-chat.md). TRL also has templates for other models, which furlong does not need: it finds
 the answers of these models without a training template.
 """
@@ -35,6 +35,7 @@ TOOL: dict[str, Any] = {
 }
 _USER: dict[str, Any] = {"role": "user", "content": "Hello there"}
 _SAID: dict[str, Any] = {"role": "assistant", "content": "Hi, you."}
+_THOUGHT = {**_SAID, "reasoning_content": "A greeting."}
 _CALL = {
     "id": "123456789",
     "type": "function",
@@ -47,13 +48,22 @@ _CALLED: list[dict[str, Any]] = [
 PROBES: tuple[tuple[list[dict[str, Any]], bool], ...] = (
     ([_USER, _SAID], False),
     ([{"role": "system", "content": "Be kind."}, _USER, _SAID], False),
-    ([_USER, {**_SAID, "reasoning_content": "A greeting."}], False),
+    ([_USER, _THOUGHT], False),
     ([_USER, _SAID], True),
     ([_USER, _CALLED[0]], True),
     ([_USER, *_CALLED, _SAID], True),
     ([_USER, _SAID, _USER, _SAID], False),
 )
 """Conversations that two templates must render alike, and whether with a tool."""
+
+FOLLOWED = {False: [_USER, _SAID, _USER], True: [_USER, *_CALLED]}
+"""Conversations that go on after their answer, by whether it calls a tool."""
+
+THOUGHTFUL = (
+    [_USER, _THOUGHT, _USER, _THOUGHT],
+    [_USER, {**_CALLED[0], "reasoning_content": "I add."}, _CALLED[1], _THOUGHT, _USER, _SAID],
+)
+"""Conversations whose text or prompt a switch that keeps or leaves out thoughts changes."""
 
 _MARK = re.compile(r"<[|｜][^\s<>'\"|｜]+[|｜]>|<(?:start|end)_of_\w+>")
 
