@@ -52,6 +52,9 @@ the largest relative L2 error of a gradient in the row.
 
 A family that is right here can be refused in another configuration: the [start-up
 check](exactness.md#the-start-up-check) looks at the model that it is given.
+
+Types with vision are here as `AutoModelForCausalLM` opens them, tower and all; `furlong train`
+opens [their text](checkpoints.md#checkpoints-with-vision).
 """
 
 

@@ -121,10 +121,11 @@ def build_subject(
         own = None if lora is None else {**lora, "dropout": 0.0}
         model = build_model(folder, init="random", dtype=torch.float64, lora=own)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if getattr(base.config, "attn_logit_softcapping", None):
+    text = config.get_text_config()
+    if getattr(text, "attn_logit_softcapping", None):
         base.set_attn_implementation("eager")  # SDPA has no softcap
     spread_weights(model, seed=0)
-    is_recurrent = family_of(config.model_type).recurrent != "none"
+    is_recurrent = family_of(text.model_type).recurrent != "none"
     return Subject(model, options, RECURRENT if is_recurrent else EXACT_BOUND, storage)
 
 
@@ -292,8 +293,9 @@ def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
     `whole`, `shrunk`: the config of the run's model, and its shrunk copy.
     """
     given = given_options(run) | {"size": CHUNK_SIZE, "sample": None, "reshard": False}
-    if given.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
-        most = max(1, shrunk.num_hidden_layers // 2)
+    num_layers = whole.get_text_config().num_hidden_layers
+    if given.get("stage_layers", num_layers) < num_layers:
+        most = max(1, shrunk.get_text_config().num_hidden_layers // 2)
         given["stage_layers"] = min(given["stage_layers"], most)
     return fixed_options(run.data.max_seq_len, given)
 
@@ -301,10 +303,11 @@ def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
 def _describe(subject: Subject, name: str) -> str:
     model = subject.model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kinds = dict.fromkeys(getattr(base.config, "layer_types", None) or ["full_attention"])
+    config = base.config.get_text_config()
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"])
     adapters = ", adapters" if base is not model else ""
     return (
-        f"{name} in small: {type(base).__name__}, {base.config.num_hidden_layers} layers"
-        f" ({', '.join(kinds)}), hidden {base.config.hidden_size}{adapters};"
+        f"{name} in small: {type(base).__name__}, {config.num_hidden_layers} layers"
+        f" ({', '.join(kinds)}), hidden {config.hidden_size}{adapters};"
         f" chunks: {options_in_words(subject.options)}; float64 on the CPU"
     )

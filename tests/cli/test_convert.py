@@ -423,7 +423,7 @@ def test_values_are_those_that_the_recipe_comes_to(
         (AXOLOTL + "processor_type: AutoProcessor", "processor_type", "refused"),
         (AXOLOTL.replace("completion", "zephyr.nectar") + "rl: dpo", "datasets", "refused"),
         (AXOLOTL.replace("completion", "user_defined.default") + "rl: kto", "datasets", "refused"),
-        (TRL.replace("M\n", "google/gemma-4-E2B-it\n"), "model_name_or_path", "refused"),
+        (TRL.replace("M\n", "google/gemma-3n-E2B-it\n"), "model_name_or_path", "refused"),
         (TRL.replace("M\n", "google/gemma-3-1b-it\n"), "model_name_or_path", "ours"),
     ],
 )
@@ -537,8 +537,10 @@ def test_a_model_at_hand_says_what_it_cannot(tmp_path: Path) -> None:
     assert main(["convert", file, out, "--model.rope={rope_type: yarn, factor: 2}"]) == 0
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')  # no rotary
     assert convert(recipe, 1).is_whole
-    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
-    assert convert(recipe, 1).verdicts["model_name_or_path"].kind == "refused"
+    for kind, verdict in (("mllama", "refused"), ("gemma3", "ours")):
+        config = {"model_type": kind, "vision_config": {}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert convert(recipe, 1).verdicts["model_name_or_path"].kind == verdict
 
 
 def test_a_file_of_deepspeed_beside_the_recipe_is_read(tmp_path: Path) -> None:

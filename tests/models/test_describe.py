@@ -306,7 +306,9 @@ def test_what_no_chunks_can_train_is_refused_with_the_reason(name):
 
 def test_text_config_and_unknown_models():
     inner = {**GROUPED, "model_type": "llama"}
-    assert shape_of_values({"model_type": "llava", "text_config": inner}) == shape_of_values(inner)
+    beside_images = shape_of_values({"model_type": "llava", "text_config": inner})
+    assert beside_images.layers_name == "model.language_model.layers"
+    assert replace(beside_images, layers_name="model.layers") == shape_of_values(inner)
     with pytest.raises(ConfigError, match=r"did you mean Qwen2\.5-7B\?"):
         model_shape("qwen2.5-7")
 

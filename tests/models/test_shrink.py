@@ -148,10 +148,15 @@ def test_embeddings_of_each_layer_become_small(model_type: str) -> None:
 
 
 def test_what_is_no_decoder_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="holds a decoder inside"):
-        shrink("Gemma3Config")
     with pytest.raises(UnsupportedModelError, match="names no num_hidden_layers"):
         shrink("ResNetConfig")
+
+
+def test_of_a_model_with_vision_the_text_is_made_small() -> None:
+    whole, small = transformers.Gemma3Config(), shrink("Gemma3Config")
+    assert small.vision_config.to_dict() == whole.vision_config.to_dict()
+    assert small.text_config.hidden_size < whole.text_config.hidden_size
+    assert whole.text_config.to_dict() == transformers.Gemma3Config().text_config.to_dict()
 
 
 def test_heads_of_a_state_space_that_nothing_reads() -> None:

@@ -43,7 +43,7 @@ from furlong.kv.pools import Storage
 from furlong.models.build import build_model, read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
-from furlong.models.shrink import keep_layers
+from furlong.models.shrink import keep_layers, with_text
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.report.patience import Tell
@@ -152,6 +152,8 @@ def config_of(name: str) -> Any:
 
 def own_config(config: Any, num_layers: int) -> Any:
     """Return the config with few layers and a small vocabulary, without dropout."""
+    if (text := config.get_text_config()) is not config:
+        return with_text(config, own_config(text, num_layers))
     values = copy.deepcopy(config.to_dict())
     keep_layers(config, values, range(min(config.num_hidden_layers, num_layers)))
     for key, value in values.items():

@@ -317,10 +317,12 @@ def _same(made: Conversion, target: str, given: _Given) -> Any:
 
 
 _VISION = (
-    r"VL-|(?i:(?<![a-z])(vl2?|vision|omni|audio|tts|asr|ocr|speech|multimodal|[45](\.\d)?v)(?![a-z])|"
-    r"ovis|emu3|janus|molmo|florence|cogvlm|cogagent|whisper|gemma-?(3-(4|12|27)b|3n|4)|llava|pixtral|internvl|paligemma|idefics|"
-    r"smolvlm|mistral-small-(3\.[12]|2503|2506)|ministral-3-|minicpm-[vo]|voxtral)"
+    r"(?<!Qwen3-)VL-|(?i:(?<![a-z])((?<!qwen3-)vl2?|vision|omni|audio|tts|asr|ocr|speech|multimodal|[45](\.\d)?v)(?![a-z])|"
+    r"ovis|emu3|janus|molmo|florence|cogvlm|cogagent|whisper|gemma-?3n|llava|pixtral|internvl|paligemma|idefics|"
+    r"smolvlm|minicpm-[vo]|voxtral)"
 )
+_TRAINED_TEXT = ("gemma3", "gemma4", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+"""Model types with vision of which the text decoder trains; names of others match `_VISION`."""
 
 
 def _model(made: Conversion, target: str, given: _Given) -> Any:
@@ -332,9 +334,9 @@ def _model(made: Conversion, target: str, given: _Given) -> Any:
     others = [one for one, value in refs.items() if value not in (None, "", name)]
     made.say(_refused("the reference model is the one that a run starts from"), others)
     config = _config_at_hand(name)
-    is_trained = str(config.get("model_type")).startswith(("qwen3_5", "llama4"))
+    is_trained = config.get("model_type") in _TRAINED_TEXT
     if re.search(_VISION, str(name)) or ("vision_config" in config and not is_trained):
-        made.say(_refused("a model with vision: only a text model can be trained"), given)
+        made.say(_refused("a model with vision of a type whose text does not train"), given)
     return name
 
 

@@ -55,10 +55,13 @@ from furlong.models.folder import (
 )
 from furlong.models.placeholders import (
     NO_OUT_PROJ,
+    Carried,
     adapted_elsewhere,
     all_linear,
+    carried,
     constructed,
     hold,
+    is_tied,
     placeholders,
 )
 from furlong.models.quantized import (
@@ -314,7 +317,8 @@ def merge_adapters(model: Any) -> Any:
     if embeddings.weight is head.weight and (embeddings, head) != modules:
         head.weight = nn.Parameter(head.weight.detach().clone())
         for config in (base.config, base.config.get_text_config()):
-            config.tie_word_embeddings = False
+            if hasattr(config, "tie_word_embeddings"):
+                config.tie_word_embeddings = False
         base.all_tied_weights_keys = {}
     return model.merge_and_unload()
 
@@ -324,19 +328,17 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     import peft
     from peft.utils import transformers_weight_conversion as conversion
 
-    modules, config = lora["target_modules"], model.config
+    modules = lora["target_modules"]
     saved = lora.get("modules_to_save") or ()
     settings = peft.LoraConfig(task_type="CAUSAL_LM")
     # a copy of one of two tied weights would be trained alone
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     of_ends = [own for own, module in model.named_modules() if module in ends]
-    is_tied = bool(config.get_text_config().tie_word_embeddings) and any(
-        _ends(own, name) for own in of_ends for name in saved
-    )
+    saves_tied = is_tied(model) and any(_ends(own, name) for own in of_ends for name in saved)
     if adapter := lora.get("adapter"):
         settings = peft.LoraConfig.from_pretrained(os.path.dirname(adapter_file(adapter, ADAPTER)))
         settings.inference_mode = False
-        if is_tied and not settings.ensure_weight_tying:
+        if saves_tied and not settings.ensure_weight_tying:
             raise model_error(
                 f"{adapter}, with embeddings of its own (modules_to_save: {', '.join(saved)}) apart"
                 " from a head that is tied to them in the model",
@@ -357,7 +359,11 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     settings.target_modules, settings.target_parameters = targets, list(parameters) or None
     settings.modules_to_save = list(saved) or None
     settings.exclude_modules = adapted_elsewhere(model) or settings.exclude_modules
-    settings.ensure_weight_tying = is_tied
+    if towers := [name for name, module in model.named_modules() if isinstance(module, Carried)]:
+        # a pattern, so that peft passes over their layers in the whole checkpoint, too
+        away = "|".join(re.escape(name) for name in [*towers, *adapted_elsewhere(model)])
+        settings.exclude_modules = rf"({away})(\..*)?"
+    settings.ensure_weight_tying = saves_tied
     try:
         with warnings.catch_warnings(), patch.object(conversion, _RENAMES, lambda *_, **__: None):
             # peft asks transformers for it by an older name.
@@ -511,10 +517,8 @@ def build_model(
             with hushed():
                 model = model.dequantize(loaded_dtype)
             # what packed the weights of a file as they were read cannot be undone as they are saved
-            model._weight_conversions = [
-                one for one in getattr(model, "_weight_conversions", None) or ()
-                if not any("Bnb4bit" in type(op).__name__ for op in getattr(one, "operations", ()))
-            ]  # fmt: skip
+            conversions = getattr(model, "_weight_conversions", None) or ()
+            model._weight_conversions = [one for one in conversions if not _packs(one)]
         if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the others know no float64
         if lora is not None:
@@ -617,6 +621,8 @@ def exported_names(model: Any) -> dict[str, str]:
 def _write_model(
     model: Any, folder: Path, dtype: torch.dtype, weights: dict[str, torch.Tensor] | None
 ) -> None:
+    from safetensors import safe_open
+
     is_adapter = hasattr(model, "peft_config")
     whole: dict[str, torch.Tensor] | None = None
     if weights is not None:
@@ -631,6 +637,9 @@ def _write_model(
             model.save_pretrained(folder, state_dict=whole)
         else:
             written = _as_in_files(model, whole or _cast(model, dtype))
+            for name, file in getattr(model, _CARRIED, {}).items():
+                with safe_open(str(file), framework="pt") as opened:
+                    written[name] = opened.get_tensor(name)
             model.save_pretrained(folder, state_dict=written, save_original_format=False)
     if not is_adapter:
         # transformers notes the dtype of the weights in memory, not of those it was handed.
@@ -638,16 +647,21 @@ def _write_model(
         config = json.loads(text) | {"dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _add_older_rope(folder)
+        if hasattr(model, _CARRIED):
+            _carry(model, folder, dtype)
 
 
-def _as_in_files(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights as files of the model's family hold them: tied weights once, each expert
-    in tensors of its own. Weights are converted layer by layer, and each layer's originals are
-    dropped from `weights`, so that both forms are never in memory as a whole."""
+def _as_in_files(
+    model: Any, weights: dict[str, torch.Tensor], *, are_tied: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return the weights as files of the model's family hold them: each expert in tensors of its
+    own and, unless `are_tied` is false, tied weights once. Weights are converted layer by layer,
+    and each layer's originals are dropped from `weights`, so that both forms are never in memory as
+    a whole."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    left = remove_tied_weights_from_state_dict(weights, model)
+    left = remove_tied_weights_from_state_dict(weights, model) if are_tied else {**weights}
     of_layers: dict[str, list[str]] = {}
     for name in left:
         found = re.match(r".*?\.\d+\.", name)
@@ -770,7 +784,9 @@ def apply_changes(config: Any, changes: Mapping[str, Any]) -> list[str]:
                 value = float(value)
             if None not in (old, value) and not isinstance(value, type(old) | float):
                 raise TypeError
-            setattr(found[0], name, value)
+            # a model that holds the decoder ties by its own key
+            for one in found if name == "tie_word_embeddings" else found[:1]:
+                setattr(one, name, value)
         except (TypeError, ValueError, StrictDataclassError) as error:
             given = f"model.config with {key}: {value!r}"
             raise model_error(given, required, change, "model.config") from error
@@ -792,25 +808,43 @@ def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
     Raises UnsupportedModelError if transformers has no causal language model for the config, and
     ConfigError if it cannot build the model or write its config.
     """
-    from transformers import AutoModelForCausalLM
-
-    _check_kind(config, source)
+    opened = _auto_class(config, source)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_OWN_KERNELS)
+            model = opened.from_config(config, dtype=dtype, **_OWN_KERNELS)
+        if with_images(config):
+            hold(model, carried(model))
         # What cannot be written would be found out when the run exports its model.
         with TemporaryDirectory() as folder:
             model.config.save_pretrained(folder)
         return model
+    except UserError:
+        raise
     except Exception as error:  # a family's own code may make anything of wrong sizes
         what = f"{source}, config.json: {reason(error, vars(config))}"
         required = "sizes and names of which transformers can build the model"
         raise model_error(what, required) from error
 
 
-def _check_kind(config: Any, source: str) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+def with_images(config: Any) -> bool:
+    """Whether a config is of a model that holds a text decoder beside what reads images."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+    is_text = config.get_text_config() is config
+    return not is_text and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def _auto_class(config: Any, source: str) -> Any:
+    """The class of transformers that opens a model: text and images by the class that wrote them,
+    whose names of weights their files have."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if with_images(config):
+        return AutoModelForImageTextToText
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
             given=f"model type {config.model_type}",
@@ -818,6 +852,7 @@ def _check_kind(config: Any, source: str) -> None:
             source=f"{source}, config.json",
             change="choose a causal language model",
         )
+    return AutoModelForCausalLM
 
 
 _WHOLE_WEIGHTS = "every weight (safetensors) of the model that config.json describes"
@@ -834,14 +869,9 @@ def _load_weights(
 ) -> Any:  # fmt: skip
     """Return the model with the weights of its files. With `divide` it is sharded, if transformers
     can read this process's rows of each weight alone; otherwise it is whole."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        AutoModelForCausalLM,
-        PreTrainedModel,
-        modeling_utils,
-    )
+    from transformers import PreTrainedModel, modeling_utils
 
-    _check_kind(config, source)
+    opened = _auto_class(config, source)
     named = _OWN_KERNELS | ({} if revision is None else {"revision": revision})
     if is_packed := getattr(config, "quantization_config", None) is not None:
         library("model.name, whose weights are in 4 bits,")
@@ -853,15 +883,15 @@ def _load_weights(
         named["device_map"] = {"": "meta"}
     check_weight_files(source, are_packed=is_packed)
     check_generation(source, revision)
-    opened: Any = AutoModelForCausalLM
-    others: dict[str, nn.Module] = {}
-    if layers is not None:
+    kind, others, whole = opened._model_mapping[type(config)], dict[str, nn.Module](), None
+    if layers is not None or with_images(config):
         whole = model_of_config(config, source, dtype=dtype)
-        others, config, opened = placeholders(whole, layers), whole.config, type(whole)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        others = carried(whole) if with_images(config) else {}
+        others |= {} if layers is None else placeholders(whole, layers)
+        config, opened = whole.config, type(whole)
 
     def read(change: Callable[[Any], None] | None, **named: Any) -> tuple[Any, dict[str, Any]]:
-        # a vision tower beside the text, say, which a family leaves out in silence
+        # what a family leaves out in silence
         tells_all = patch.object(kind, "_keys_to_ignore_on_load_unexpected", None)
         changed = nullcontext() if change is None else constructed(kind, change)
         with hushed(), tells_all, changed:
@@ -916,6 +946,9 @@ def _load_weights(
             raise model_error(given, _WHOLE_WEIGHTS, _USE_WHOLE)
     _require_tied(model, source)
     settle(model, dtype)
+    if with_images(config):
+        _find_carried(model, whole, source, revision)
+        return model
     elsewhere = tuple(f"{name}." for name in others)
     unused = sorted(
         key for key in loaded["unexpected_keys"]
@@ -925,6 +958,82 @@ def _load_weights(
         print(f"{source}: {len(unused)} tensors are no weights of the model and are left out,"
               f" {unused[0]} among them")  # fmt: skip
     return model
+
+
+_CARRIED = "furlong_carried"
+"""Attribute of a model that holds, by their names in its checkpoint's files, the files of the
+tensors that are no weights of its text decoder, and that exports copy."""
+_PROCESSORS = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+
+
+def _find_carried(model: Any, whole: Any, source: str, revision: str | None) -> None:
+    """Note which tensors of a checkpoint an export copies (`_CARRIED`), and print how many.
+    `whole`: the model on meta. Raises ConfigError where files name weights as no export would."""
+    files = _tensor_files(source, revision)
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    whole._weight_conversions = [one for one in conversions if not _packs(one)]
+    weights, tied = whole.state_dict(), whole.all_tied_weights_keys
+    untied = {name: weight for name, weight in weights.items() if name not in tied}
+    if lacking := _as_in_files(whole, untied, are_tied=False).keys() - files.keys():
+        given = f"{source} without {min(lacking)}, as an export of its weights would name it"
+        raise model_error(given, _WHOLE_WEIGHTS, _USE_WHOLE)
+    own = _as_in_files(whole, weights, are_tied=False)
+    model.__dict__[_CARRIED] = {name: file for name, file in files.items() if name not in own}
+    beside = [name for name, module in whole.named_modules() if isinstance(module, Carried)]
+    print(
+        f"{source}: its text decoder is trained; {len(model.__dict__[_CARRIED])} tensors beside it"
+        f" ({', '.join(beside)}) are carried along, unread, into exports of the whole model"
+    )
+
+
+def _packs(conversion: Any) -> bool:
+    """Whether a conversion of weights as they are read has packed them in 4 bits."""
+    return any("Bnb4bit" in type(op).__name__ for op in getattr(conversion, "operations", ()))
+
+
+def _tensor_files(source: str, revision: str | None) -> dict[str, Path]:
+    """The safetensors file of each tensor of a checkpoint."""
+    from safetensors import safe_open
+
+    index = None if model_file(source, WEIGHTS, revision) else model_file(source, INDEX, revision)
+    found: dict[str, Path] = {}
+    for name in [WEIGHTS] if index is None else _shards(index):
+        file = model_file(source, name, revision)
+        assert file is not None, f"{name} of {source} was there a moment ago"
+        with safe_open(str(file), framework="pt") as opened:
+            found |= dict.fromkeys(opened.keys(), file.absolute())
+    return found
+
+
+def _carry(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Put beside the export of a model what its checkpoint has beside its weights: files of its
+    processors and, where nothing has changed it, the config."""
+    from transformers import AutoConfig
+
+    source, revision = model.name_or_path, getattr(model.config, "_commit_hash", None)
+    for name in _PROCESSORS:
+        if (file := model_file(source, name, revision)) is not None:
+            (folder / name).write_bytes(file.read_bytes())
+    config = model_file(source, CONFIG, revision)
+    assert config is not None, f"{source} had a {CONFIG} a moment ago"
+    values = json.loads(config.read_text(encoding="utf-8"))
+    written = str(dtype).removeprefix("torch.")
+    with hushed():
+        before = AutoConfig.from_pretrained(source, revision=revision or "main")
+    if values.get("dtype", values.get("torch_dtype")) == written and (
+        _computing(before.to_dict()) == _computing(model.config.to_dict())
+    ):
+        (folder / CONFIG).write_bytes(config.read_bytes())
+
+
+def _computing(values: Any) -> Any:
+    """The values of a config without those that say where it is from and what it is kept in."""
+    if not isinstance(values, dict):
+        return values
+    origin = ("dtype", "transformers_version", "_name_or_path", "architectures")
+    return {key: _computing(value) for key, value in values.items() if key not in origin}
 
 
 def _take_share(
@@ -1008,9 +1117,12 @@ def _require_tied(model: Any, source: str) -> None:
     """Raise ConfigError if config.json ties the head to the input embeddings, but the model has two
     weights for them. transformers 4 would tie these, transformers 5 does not, and a stage without
     the head could not check."""
-    tied: Any = model.config.get_text_config().tie_word_embeddings
     weights = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
-    if tied and all(isinstance(w, nn.Parameter) for w in weights) and weights[0] is not weights[1]:
+    if (
+        is_tied(model)
+        and all(isinstance(w, nn.Parameter) for w in weights)
+        and weights[0] is not weights[1]
+    ):
         raise model_error(
             f"{source}, with tie_word_embeddings in config.json and two different weights",
             "a config that says whether head and input embeddings are one weight",

@@ -58,7 +58,10 @@ from furlong.models.placeholders import (
     Inject,
     PlaceholderLayer,
     decoder_of,
+    head_holder,
+    holders_of,
     in_place_of,
+    is_tied,
     layer_list,
     local_layers_of,
     returned,
@@ -274,7 +277,8 @@ class HFDecoder:
         head = base.get_output_embeddings() if self._has_head else base.get_input_embeddings()
         self.vocab_size = int(head.weight.shape[0])
         self.decoder: Any = decoder_of(base)
-        self._decoder_name = _child_name(base, self.decoder)
+        _require_alone(base, self.decoder)
+        self._head_holder, self._decoder_name = head_holder(base)
         self.agreed: Agreed = {}
         self._is_entered = is_entered
         self._decodes_in: int | None = None  # the thread that is about to call the decoder
@@ -328,7 +332,7 @@ class HFDecoder:
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """The weight that embedding and head share, also where this process lacks the head."""
-        if not self.config.tie_word_embeddings:
+        if not is_tied(self.base):
             return None
         weight = self.base.get_input_embeddings().weight
         return weight if isinstance(weight, nn.Parameter) else None
@@ -417,9 +421,10 @@ class HFDecoder:
             return hidden
 
         def head() -> Tensor:
-            stub = HeadStub(self.decoder)  # returns `inputs_embeds` in place of the decoder
-            with patched([(self.base._modules, self._decoder_name, stub)]):
-                return self._whole(inputs_embeds=hidden[None])
+            holder, name = self._head_holder, self._decoder_name
+            stub = HeadStub(holder.get_submodule(name))  # returns `inputs_embeds` in its place
+            with patched([(holder._modules, name, stub)]):
+                return _whole(holder, inputs_embeds=hidden[None])
 
         return call_root(self.base, head)[0]
 
@@ -438,7 +443,7 @@ class HFDecoder:
         """
         if not self._has_head:
             return self.whole_hidden(input_ids)
-        return self._outside(lambda: self._whole(input_ids=input_ids[None]))
+        return self._outside(lambda: _whole(self.base, input_ids=input_ids[None]))
 
     def _outside(self, run: Callable[[], Tensor]) -> Tensor:
         """Call `run` with the model's own attention; return its output without the batch axis."""
@@ -585,22 +590,27 @@ class HFDecoder:
         output = decode(**inputs, **caches, use_cache=False, return_dict=True)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
-    def _whole(self, **inputs: Tensor) -> Tensor:
-        """Return logits (1, T, V) by the `forward` of the model's class. A `forward` that was set
-        on the instance and hooks of the model are bypassed."""
-        output = type(self.base).forward(self.base, **inputs, use_cache=False, return_dict=True)
-        return output.logits  # type: ignore[no-any-return]
+
+def _whole(model: Any, **inputs: Tensor) -> Tensor:
+    """Return logits (1, T, V) by the `forward` of the model's class. A `forward` that was set on
+    the instance and hooks of the model are bypassed."""
+    output = type(model).forward(model, **inputs, use_cache=False, return_dict=True)
+    return output.logits  # type: ignore[no-any-return]
 
 
-def _child_name(base: nn.Module, decoder: nn.Module) -> str:
-    for name, child in base.named_children():
-        if child is decoder:
-            return name
-    raise UnsupportedModelError(
-        given=f"{type(base).__name__} holds its decoder inside another module",
-        required="a model that is a decoder and a head",
-        source="the model's modules",
-        change=OTHER_FAMILY
-        if base.config.get_text_config() is base.config  # type: ignore[operator, union-attr]
-        else "train a causal language model: no command takes the text out of this one",
-    )
+def _require_alone(base: Any, decoder: nn.Module) -> None:
+    """Raise UnsupportedModelError for a decoder that is not inside, or inside a model with weights
+    beside decoder and head."""
+    holders, head = holders_of(base, decoder), base.get_output_embeddings()
+    is_text = base.config.get_text_config() is base.config
+    own = {id(p) for m in (decoder, head) if m is not None for p in m.parameters()}
+    is_alone = bool(holders) and not is_text and all(id(p) in own for p in base.parameters())
+    if len(holders) != 1 and not is_alone:
+        raise UnsupportedModelError(
+            given=f"{type(base).__name__} holds its decoder inside another module",
+            required="a model that is a decoder and a head",
+            source="the model's modules",
+            change=OTHER_FAMILY
+            if is_text
+            else "name the checkpoint in model.name of a run file, which trains its text decoder",
+        )

@@ -27,11 +27,17 @@ from furlong.cost.shape import NO_ATTENTION, LayerShape, Matrix, ModelShape
 from furlong.errors import ConfigError, UserError
 from furlong.families import ATTENTION_DROPOUTS, INNER_CHUNKS, family_of, for_all_layers
 from furlong.models.asked import rope_entries
-from furlong.models.build import model_of_config
+from furlong.models.build import model_of_config, with_images
 from furlong.models.decoder import HFDecoder
 from furlong.models.folder import reason
 from furlong.models.mixers import SliceRows
-from furlong.models.placeholders import PlaceholderLayer, all_linear, in_place_of, layer_list
+from furlong.models.placeholders import (
+    PlaceholderLayer,
+    all_linear,
+    in_place_of,
+    is_tied,
+    layer_list,
+)
 from furlong.models.rope import num_positions
 from furlong.models.support import refuse_config
 from furlong.ops.attention import AttentionRule
@@ -53,15 +59,16 @@ _ADAPTERS = (("mixer",), ("mlp",), ("mixer", "mlp"))
 @lru_cache(maxsize=64)
 def _described(config_class: type, text: str, source: str) -> ModelShape:
     config = config_class.from_dict(json.loads(text))  # type: ignore[attr-defined]
+    decoder = config.get_text_config()
     for name in ATTENTION_DROPOUTS:
-        if getattr(config, name, None):
-            setattr(config, name, 0.0)
+        if getattr(decoder, name, None):
+            setattr(decoder, name, 0.0)
     # these make a forward read ids and positions, which have no values on meta, and cost nothing
-    config.pad_token_id = None
-    for entry in rope_entries(config):
+    decoder.pad_token_id = None
+    for entry in rope_entries(decoder):
         entry["rope_type"] = "default"
     try:
-        refuse_config(config, f"a model of type {config.model_type}", source)
+        refuse_config(config, f"a model of type {decoder.model_type}", source)
         # independent of the caller's RNG and grad mode, and without changing them
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
             return _measured(config, source)
@@ -69,7 +76,7 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
         raise
     except Exception as error:  # a family's own code may do anything on meta
         raise ConfigError(
-            given=f"model type {config.model_type}, whose layers cannot be measured:"
+            given=f"model type {decoder.model_type}, whose layers cannot be measured:"
             f" {error.given if isinstance(error, UserError) else reason(error)}",
             required="a decoder that transformers can build and run on the meta device",
             source=source,
@@ -82,9 +89,9 @@ def describe(config: Any, source: str = "the model's config") -> ModelShape:
 
     Raises ConfigError if it is not a decoder, or one that cannot be trained in chunks.
     """
-    text = config.get_text_config()
-    values = json.dumps(text.to_dict(), sort_keys=True, default=str)
-    return _described(type(text), values, source)  # type: ignore[arg-type]
+    built = config if with_images(config) else config.get_text_config()
+    values = json.dumps(built.to_dict(), sort_keys=True, default=str)
+    return _described(type(built), values, source)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -298,14 +305,14 @@ def _measured(config: Any, source: str) -> ModelShape:
     except Exception:  # a layer that needs results of one that was left out
         chunks = _chunks(_built(config, source))
         kept = list(range(len(kinds)))
-    shapes = {kinds[n]: _layer_shape(chunks, n, kinds[n], config) for n in kept}
+    shapes = {kinds[n]: _layer_shape(chunks, n, kinds[n], whole.config) for n in kept}
     return _model_shape(whole, tuple(shapes[kind] for kind in kinds), chunks)
 
 
 def _built(config: Any, source: str, kept: Sequence[int] | None = None) -> HFDecoder:
     """Build the model on meta, with placeholders for layers other than `kept`; None: keep all."""
     base = model_of_config(config, source, dtype=torch.bfloat16).eval()
-    if kept is not None and len(kept) < config.num_hidden_layers:
+    if kept is not None and len(kept) < config.get_text_config().num_hidden_layers:
         layers = layer_list(base)[1]
         for n in set(range(len(layers))).difference(kept):
             layers[n] = in_place_of(layers[n], PlaceholderLayer())
@@ -436,7 +443,7 @@ def _model_shape(
         num_kv_heads=for_all_layers(config, "num_key_value_heads") or attending[1],
         head_dim=attending[2],
         vocab_size=embedding.weight.shape[0],
-        tied_head=bool(config.tie_word_embeddings),
+        tied_head=is_tied(base),
         layers=layers,
         entrance_parameters=entrance,
         final_parameters=sum(beside.values()) - entrance + (0 if bias is None else len(bias)),

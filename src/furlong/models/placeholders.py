@@ -85,6 +85,19 @@ class Placeholder(nn.Module):
         return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
+class Carried(nn.Module):
+    """Stands for a module that text does not pass, such as a vision tower, whose weights an export
+    copies from the files of the checkpoint."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedModelError(
+            given="a forward on text that calls a module for images or sound",
+            required="a text decoder that runs by itself",
+            source="the model's forward",
+            change="train a model of another family",
+        )
+
+
 def in_place_of(module: nn.Module, placeholder: nn.Module) -> nn.Module:
     """Return `placeholder` with the plain attributes of `module`, which some decoders read."""
     plain = (str, int, float, bool, type(None))
@@ -198,14 +211,63 @@ def all_linear(base: Any) -> list[str]:
 def decoder_of(base: Any) -> nn.Module:
     """Return the decoder of a model with a head.
 
-    `get_decoder` of some families returns the whole model (of Llama 4, whose `base_model_prefix`
+    `get_decoder` of some families returns a model with a head (Llama 4's, whose `base_model_prefix`
     is its multimodal parent's). The decoder is then the only transformers model inside.
     """
     found: nn.Module = base.get_decoder()
-    if found is not base:
+    if found is not base and not isinstance(getattr(found, "lm_head", None), nn.Module):
         return found
-    inner = [child for child in base.children() if isinstance(child, PreTrainedModel)]
+    inner = [child for child in found.children() if isinstance(child, PreTrainedModel)]
     return inner[0] if len(inner) == 1 else found
+
+
+def holders_of(base: nn.Module, decoder: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Return the modules that hold the decoder, outermost first, each with its name and the name of
+    the child that leads to the decoder; [] if it is not inside."""
+    path = next((name for name, module in base.named_modules() if module is decoder), "")
+    parts = path.split(".") if path else []
+    names = [".".join(parts[:depth]) for depth in range(len(parts))]
+    return [(n, base.get_submodule(n), part) for n, part in zip(names, parts, strict=True)]
+
+
+def head_holder(base: Any) -> tuple[Any, str]:
+    """Return the innermost model with the head of `base`, and the name of its child that is the
+    decoder or holds it; "" without one."""
+    head, found = base.get_output_embeddings(), [(base, "")]
+    for _, holder, inner in holders_of(base, decoder_of(base)):
+        if holder is base or (head is not None and _head_of(holder) is head):
+            found.append((holder, inner))
+    return found[-1]
+
+
+def _head_of(module: Any) -> nn.Module | None:
+    return module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+
+
+def is_tied(base: Any) -> bool:
+    """Whether head and input embeddings are one weight, also where this process lacks the head."""
+    return bool(getattr(head_holder(base)[0].config, "tie_word_embeddings", False))
+
+
+def beside_decoder(base: nn.Module, decoder: nn.Module) -> dict[str, nn.Module]:
+    """Return by name the modules beside the decoder, in it and in the modules that hold it."""
+    return {
+        f"{name}.{child_name}".lstrip("."): child
+        for name, holder, inner in holders_of(base, decoder)
+        for child_name, child in holder.named_children()
+        if child_name != inner
+    }
+
+
+def carried(base: Any) -> dict[str, nn.Module]:
+    """Return by name what stands for the modules of a model that are neither its text decoder nor
+    its head."""
+    beside, head = beside_decoder(base, decoder_of(base)), base.get_output_embeddings()
+    return {
+        name: module if isinstance(module, Carried) else in_place_of(module, Carried())
+        for name, module in beside.items()
+        if module is not head
+    }
 
 
 def layer_list(base: Any) -> tuple[str, nn.ModuleList]:
@@ -226,8 +288,8 @@ def _beside(base: nn.Module, list_name: str) -> tuple[list[nn.Module], list[nn.M
     at = [name for name, _ in children].index(list_name)
     before = list(_with_parameters(child for _, child in children[:at]))
     behind = list(_with_parameters(child for _, child in children[at + 1 :]))
-    others = (child for child in base.children() if child is not decoder)
-    return before, behind + list(_with_parameters(others))
+    others = beside_decoder(base, decoder).values()
+    return before, behind + list(_with_parameters(iter(others)))
 
 
 def _with_parameters(modules: Iterator[nn.Module]) -> Iterator[nn.Module]:

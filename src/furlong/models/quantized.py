@@ -70,7 +70,7 @@ def quantization(quantize: str | Mapping[Any, Any], compute_dtype: torch.dtype) 
 
 def check_packed(config: Any, source: str, quantize: object, *, has_adapters: bool) -> None:
     """Raise ConfigError for a model with 4-bit weights if `quantize` asks to quantize them again,
-    or if the model has no adapters to train."""
+    if the model has no adapters to train, or if it is a checkpoint with vision."""
     if getattr(config, "quantization_config", None) is None:
         return
     given = f"{source}, whose weights are in 4 bits (quantization_config)"
@@ -80,6 +80,13 @@ def check_packed(config: Any, source: str, quantize: object, *, has_adapters: bo
             required="model.quantize for a model in floats",
             source="model.quantize",
             change="remove model.quantize",
+        )
+    if config.get_text_config() is not config:
+        raise ConfigError(
+            given=f"{given}, beside a vision tower",
+            required="a checkpoint with vision in floats, whose exports can carry its tower along",
+            source="model.name",
+            change="name the checkpoint in bfloat16, with model.quantize: nf4",
         )
     if not has_adapters:
         raise ConfigError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -159,10 +160,12 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
             factors; the tiny model makes the same choice.
         all_layers: keep the number of layers.
 
-    Raises UnsupportedModelError for a config without a decoder, or that cannot be made small.
+    Of a config with images beside text, the decoder's part is made small. Raises
+    UnsupportedModelError for a config without a decoder, or that cannot be made small.
     """
-    if config.get_text_config() is not config:
-        raise _refused(config, "holds a decoder inside another model")
+    if (text := config.get_text_config()) is not config:
+        small = shrink_config(text, max_seq_len=max_seq_len, all_layers=all_layers)
+        return with_text(config, small)
     values = config.to_dict()
     for name in ("num_hidden_layers", "hidden_size"):
         if not isinstance(for_all_layers(config, name), int):
@@ -188,6 +191,17 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
         return type(config).from_dict(values)
     except (ValueError, StrictDataclassError) as error:  # sizes that depend on each other
         raise _refused(config, f"cannot be made small: {error}") from error
+
+
+def with_text(config: Any, text: Any) -> Any:
+    """Return a copy of a config with another text config in it. Raises UnsupportedModelError for a
+    config that holds none."""
+    own = config.get_text_config()
+    if not (keys := [key for key, value in vars(config).items() if value is own]):
+        raise _refused(config, "holds a decoder inside another model")
+    changed = deepcopy(config)
+    setattr(changed, keys[0], text)
+    return changed
 
 
 def _shrink_widths(config: Any, values: dict[str, Any]) -> None:

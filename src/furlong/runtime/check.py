@@ -49,7 +49,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from furlong.errors import ElsewhereError, UnsupportedModelError, UserError
 from furlong.families import (
@@ -66,7 +65,7 @@ from furlong.models.attention import CellAttention, bound, forward_as_written, s
 from furlong.models.build import draw_weights
 from furlong.models.decoder import HFDecoder
 from furlong.models.mixers import Called, Mixer, SliceCache, TokenMixing, first, relaying
-from furlong.models.placeholders import hold, placeholders, uncuttable
+from furlong.models.placeholders import carried, hold, placeholders, uncuttable
 from furlong.models.quantized import packed_linears, unpacked
 from furlong.models.rope import num_positions, switching_lengths
 from furlong.models.shrink import LONGEST_TOKENS, shrink_config
@@ -582,14 +581,15 @@ def random_like(x: Tensor) -> Tensor:
 def tiny_twin(model: HFDecoder, *, all_layers: bool = True) -> HFDecoder:
     """Return a tiny twin of the whole model, in float64 on the CPU, in its train or eval mode."""
     longest = model.max_seq_len
-    is_text = model.base.config is model.config  # a subclass of a family's has its own code
-    make: Any = type(model.base)._from_config if is_text else AutoModelForCausalLM.from_config
+    make: Any = type(model.base)._from_config  # a subclass of a family's has its own code
     with _refused(model, *_AS_TWIN), torch.device("meta"):
-        config = shrink_config(model.config, max_seq_len=longest or 0, all_layers=all_layers)
+        config = shrink_config(model.base.config, max_seq_len=longest or 0, all_layers=all_layers)
         base = make(
             config, dtype=torch.float64, attn_implementation=None, experts_implementation=None
         )
-    if getattr(config, "attn_logit_softcapping", None):
+        if config.get_text_config() is not config:
+            hold(base, carried(base))
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         base.set_attn_implementation("eager")  # SDPA has no softcap
     if hasattr(base, "set_experts_implementation"):
         base.set_experts_implementation("eager")  # the others know no float64

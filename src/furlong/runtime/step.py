@@ -410,7 +410,7 @@ def memory_of(
     None for a config whose memory is not modelled. `room_bytes`: see `PlanMemory`."""
     model = session.model
     try:
-        shape = describe(model.config)
+        shape = describe(model.base.config)
     except UserError:
         return None
     dtype = dtype or session.compute_dtype or next(model.model.parameters()).dtype

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from furlong.errors import PlanError
 from furlong.models.decoder import HFDecoder
+from furlong.models.placeholders import is_tied
 from furlong.plan.plan import (
     COMPUTING,
     Backward,
@@ -80,7 +81,7 @@ def open_pipeline(ranks: Ranks, model: HFDecoder) -> Pipeline:
     """Open this process's links. Collective over the world: every process creates all groups."""
     by_stage = ranks.mesh.mesh.reshape(ranks.pp, -1).T.tolist()
     pipeline = Pipeline(open_links(by_stage, model.device), _stage_heights(ranks, model))
-    for first, *_, last in by_stage if model.config.tie_word_embeddings else ():
+    for first, *_, last in by_stage if is_tied(model.base) else ():
         text = f"tied embeddings of processes {first}, {last}"
         # on all processes: `new_group` is collective over the world
         group = dist.new_group([first, last], group_desc=text)

@@ -1,0 +1,167 @@
+"""Text inside checkpoints with a vision tower trains as in the whole model, which stays whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.vision_checkpoints import (
+    KINDS,
+    NUM_TEXT_IDS,
+    open_whole,
+    tensors,
+    write_checkpoint,
+)
+from peft import PeftModel
+from transformers import LlavaNextConfig
+
+import furlong
+from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.models.build import build_model, check_model, export_model, merge_adapters
+from furlong.models.describe import describe
+from furlong.models.placeholders import is_tied
+from furlong.testing import reference_loss, take_grads, worst_error
+from furlong.verify import Float64
+
+LORA: dict[str, Any] = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
+IDS = torch.arange(3, 23)[None]
+
+
+@pytest.fixture(params=KINDS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "source", request.param, max_shard_size="20KB")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def sequences(*lens: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, NUM_TEXT_IDS, (n,), generator=generator) for n in lens]
+    return [{"input_ids": one, "labels": one} for one in ids]
+
+
+def test_gradients_of_text_are_those_of_the_whole_model(checkpoint: Path) -> None:
+    batch = sequences(21, 9, 4)
+    with Float64():
+        whole = open_whole(checkpoint)
+        truth_loss, truth = reference_loss(whole, batch), take_grads(whole)
+        model = build_model(str(checkpoint), dtype=torch.float64)
+        result = furlong.forward_backward(model, batch, furlong.ChunkOptions(size=5))
+        given = take_grads(model)
+    assert given.keys() == dict(model.named_parameters()).keys()
+    assert result.loss == pytest.approx(truth_loss, rel=1e-12)
+    assert worst_error(given, truth)[0] < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llama4"])
+def test_stages_hold_their_part_of_the_text(kind: str, tmp_path: Path) -> None:
+    source = str(write_checkpoint(tmp_path / "source", kind))
+    batch = sequences(11, 4)
+    whole = build_model(source, dtype=torch.float64)
+    options = furlong.ChunkOptions(size=5)
+    one, truth = furlong.forward_backward(whole, batch, options), take_grads(whole)
+    options = furlong.ChunkOptions(size=5, order="layer-first")
+    two, given = furlong.forward_backward(whole, batch, options), take_grads(whole)
+    assert two.loss == pytest.approx(one.loss, rel=1e-12)
+    assert worst_error(given, truth)[0] < 1e-12
+    number = whole.config.text_config.num_hidden_layers
+    parts = [build_model(source, dtype=torch.float64, layers=r)
+             for r in (range(1), range(1, number))]  # fmt: skip
+    seen = set()
+    for part in parts:
+        for name, weight in part.named_parameters():
+            assert torch.equal(weight, whole.get_parameter(name)), name
+            seen.add(name)
+    assert seen == dict(whole.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_counts_the_text(kind: str, tmp_path: Path) -> None:
+    model = build_model(str(write_checkpoint(tmp_path / "source", kind)))
+    shape = describe(model.config)
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    names = dict(model.named_modules())
+    assert len(names[shape.layers_name]) == len(shape.layers)  # type: ignore[arg-type]
+
+
+def test_what_does_not_train_is_refused(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", "gemma3")
+    with pytest.raises(UnsupportedModelError, match="inside another module"):
+        furlong.forward_backward(open_whole(source), sequences(4))
+    packed = json.loads((source / "config.json").read_text())
+    packed["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (source / "config.json").write_text(json.dumps(packed))
+    with pytest.raises(ConfigError, match="in 4 bits"):
+        build_model(str(source), lora=LORA)
+    towers = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    LlavaNextConfig(
+        vision_config=towers | {"model_type": "clip_vision_model", "num_attention_heads": 2},
+        text_config=towers | {"model_type": "llama", "num_attention_heads": 2, "vocab_size": 96},
+    ).save_pretrained(tmp_path / "next")
+    with pytest.raises(UnsupportedModelError, match="inside another module"):
+        check_model(str(tmp_path / "next"), max_seq_len=8)
+
+
+def test_tied_weights_go_by_the_key_of_the_whole_model(tmp_path: Path) -> None:
+    source = str(write_checkpoint(tmp_path / "source", "gemma3"))
+    model = build_model(source, init="random", changes={"tie_word_embeddings": False})
+    assert not is_tied(model) and model.lm_head.weight is not model.get_input_embeddings().weight
+
+
+def changed(model: Any) -> Any:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(
+                    0.1 * torch.randn_like(parameter)
+                ) if "lora" in name else parameter.mul_(1.5)
+    return model
+
+
+def assert_carried(source: Path, export: Path, *, only: str = "") -> None:
+    """All tensors have their names, those beside the text their bytes; other files are there."""
+    before, after = tensors(source), tensors(export)
+    assert after.keys() == before.keys()
+    text = ("language_model", "lm_head", *[only] * bool(only))
+    beside = [name for name in before if not any(part in name for part in text)]
+    assert len(beside) > 5
+    for name in beside:
+        assert after[name].dtype == before[name].dtype and torch.equal(after[name], before[name])
+    for name in ("config.json", "preprocessor_config.json"):
+        assert (export / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_an_export_is_the_checkpoint_with_other_text_weights(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    model = changed(build_model(str(checkpoint)))
+    export = export_model(model, None, tmp_path / "export", dtype=torch.float32)
+    assert_carried(checkpoint, export)
+    whole = open_whole(export, torch.float32)
+    for name, weight in model.named_parameters():
+        assert torch.equal(whole.get_parameter(name), weight), name
+    assert torch.equal(logits(whole), logits(model))
+    assert not torch.equal(logits(whole), logits(open_whole(checkpoint, torch.float32)))
+
+
+def test_adapters_load_on_the_checkpoint_and_merge_into_it(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    model = changed(build_model(str(checkpoint), lora=LORA))
+    adapters = export_model(model, None, tmp_path / "adapters", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(open_whole(checkpoint, torch.float32), adapters)
+    adapted = {name for name, _ in loaded.named_parameters() if "lora" in name}
+    assert adapted == {name for name, _ in model.named_parameters() if "lora" in name}
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-5)
+    expected = logits(model)
+    merged = export_model(merge_adapters(model), None, tmp_path / "merged", dtype=torch.float32)
+    assert_carried(checkpoint, merged)
+    torch.testing.assert_close(
+        logits(open_whole(merged, torch.float32)), expected, rtol=1e-4, atol=1e-4
+    )
