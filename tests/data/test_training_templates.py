@@ -378,6 +378,8 @@ def test_a_switch_that_keeps_thoughts_is_set(
     [
         ("nemotron_3_nano", TALK[:2], {"chat_template_kwargs": {"enable_thinking": True}},
          "chat_template_kwargs: {enable_thinking: false}"),
+        ("glm4moe", THINKING, {"chat_template_kwargs": {"enable_thinking": False}},
+         "chat_template_kwargs: {enable_thinking: true}"),
         ("phi3", THINKING[:2] + TALK[2:], {}, "train_on: last"),
         ("deepseek_r1_distill", [USER, BARE_CALL, RESULT, LAST], {}, "chat_template: deepseek-r1"),
     ],
@@ -394,6 +396,24 @@ def test_the_change_that_is_offered_was_tried(
         assert encoded(known[value], turns)[1]
     else:
         assert encoded(of_trl(name), turns, **{key: yaml.safe_load(value)})[1]
+
+
+def test_thoughts_that_a_prompt_opens_are_not_learnt_to_be_opened() -> None:
+    """Gemma 4 writes so after the result of a tool, if thinking is enabled."""
+    last = {**LAST, "reasoning_content": "hm"}
+    turns = [USER, CALL, RESULT, last, USER, last]
+    given = {"chat_template_kwargs": {"enable_thinking": True}}
+    text, said, _ = encoded(of_trl("gemma4_v5"), turns, **given)
+    assert [one.count("<|channel>thought\n") for one in said] == [1, 0, 1]
+    assert said[1] == "hm\n<channel|>It is 4.<turn|>\n" and text.count("<|think|>") == 1
+    assert said[0].startswith("<|channel>thought\nA tool may help.\n<channel|><|tool_call>")
+    assert f"<tool_response|><|channel>thought\n{said[1]}<|turn>user" in text
+    for mixed in ([USER, CALL, RESULT, LAST, USER, last], [USER, BARE_CALL, RESULT, LAST]):
+        with pytest.raises(DataError) as caught:
+            encoded(of_trl("gemma4_v5"), mixed, **given)
+        assert "set data.chat_template_kwargs: {enable_thinking: false};" in caught.value.change
+        given_up = {"chat_template_kwargs": {"enable_thinking": False}}
+        assert encoded(of_trl("gemma4_v5"), mixed, **given_up)[1]
 
 
 def test_a_model_that_knows_no_thoughts_is_taught_none() -> None:

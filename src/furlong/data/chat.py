@@ -143,9 +143,11 @@ class ChatTemplate:
                     " what is to be learnt is said by the assistant",
                 )
         try:
-            text, ranges, notes = self._masked(turns, template)
+            text, ranges, notes, template = self._masked_in_a_way(turns, template)
         except CannotBeMaskedError as error:
-            text, ranges, notes, template = self._masked_otherwise(turns, template, error)
+            if change := self._change(turns, template):
+                error.change = f"{change}; or {error.change}"
+            raise
         if unknown := self._unknown(template, text):
             raise ConfigError(
                 given=f"a chat template that writes {', '.join(unknown)}, no token of"
@@ -165,15 +167,16 @@ class ChatTemplate:
         names = " or ".join(fitting_templates(self._added.__contains__))
         return f"set data.chat_template to {names}, or use the tokenizer of a chat model"
 
-    def _masked_otherwise(
-        self, own: Turns, template: _Template, error: CannotBeMaskedError
+    def _masked_in_a_way(
+        self, own: Turns, template: _Template
     ) -> tuple[str, list[Range], list[str], _Template]:
-        """Return what `_masked` returns, and the template that was used, for the first of `_ways`
-        in which the conversation can be masked.
-
-        `error`: why it cannot be masked as it is; raised, with a change to make, if no way works.
-        """
-        why, known = error.why, self._training_template(template, own)
+        """Return what `_masked` returns, and the template that was used: the template, or that of
+        the first of `_ways` in which the conversation can be masked. Raises DataError."""
+        try:
+            return *self._masked(own, template), template
+        except CannotBeMaskedError as refused:
+            error, why = refused, refused.why
+        known = self._training_template(template, own)
         for how, other, conversation in self._ways(own, template, known):
             try:
                 text, ranges, notes = self._masked(conversation, other)
@@ -185,8 +188,6 @@ class ChatTemplate:
             if not self._unknown(other, text):
                 note = f"conversations {how}, since the model's own {why}"
                 return text, ranges, [*notes, note], other
-        if change := self._change(own, template):
-            error.change = f"{change}; or {error.change}"
         raise error
 
     def _ways(
@@ -220,7 +221,8 @@ class ChatTemplate:
         """Yield changes of a run's settings: each switch of the template, then each of furlong's
         templates. A change has two texts, for an error and for a note, the template, and the
         conversation to render with it."""
-        for name, value in template.switches:
+        turned = ((key, not to) for key, to in own.kwargs.items() if isinstance(to, bool))
+        for name, value in dict.fromkeys((*template.switches, *turned)):
             switch = f"{{{name}: {json.dumps(value)}}}"
             changed = replace(own, kwargs={**own.kwargs, name: value})
             how = f"with chat_template_kwargs: {switch}"
@@ -243,7 +245,7 @@ class ChatTemplate:
         last = ("set data.train_on: last", "", template, only_last_answers(own))
         for change, _, other, conversation in (*self._tries(own, template), last):
             with suppress(DataError):
-                text, *_ = self._masked(conversation, other)
+                text, *_ = self._masked_in_a_way(conversation, other)
                 first = _first_answer(own)
                 prompts = [one.write(own, first, prompt=True) for one in (template, other)]
                 if prompts[0] == prompts[1] and not self._unknown(other, text):
@@ -750,10 +752,6 @@ class _Keeping(_Template):
     """A template that keeps the thoughts of every answer that is trained on: each answer is written
     as the template writes it where the conversation ends with it."""
 
-    def __init__(self, text: str, tokenizer: Any) -> None:
-        super().__init__(text, tokenizer)
-        self.has_tags = False
-
     def by_prefixes(self, own: Turns) -> tuple[str, list[Range]]:
         """Return the text of the conversation, and the ranges of the answers that are trained on.
 
@@ -762,28 +760,45 @@ class _Keeping(_Template):
         another answer, or if the prompt is another one.
         """
         plain = replace(own, turns=[*map(_unthinking, own.turns)])
-        text, ranges = super().by_prefixes(plain)
+        try:
+            text, ranges = super().by_prefixes(plain)
+        except DataError:
+            text, ranges = self._with_opened_thoughts(own, plain)
         pieces, found, num_chars, at = [], [], 0, 0
         for number, (start, stop) in zip(_trained_turns(own), ranges, strict=True):
-            said = text[start:stop]
+            said, opened = text[start:stop], ""
             if _is_thinking(own.turns[number]):
                 upto = replace(own, turns=own.turns[: number + 1], first=number)
                 whole = super().write(upto)
                 said = whole[self._added(upto, whole, number)[0] :]
                 bare = self.empty.sub("", text[start:stop], count=1)
                 prompt = super().write(plain, number, prompt=True)
-                if not said.endswith(bare) or prompt != text[:start]:
+                opened = prompt.removeprefix(text[:start])
+                if not said.endswith(bare) or prompt != text[:start] + opened:
                     raise self._refusal(
                         own,
                         f"{_CANNOT}: message {number + 1} with its thoughts is not what it is"
                         " without them, after the thoughts",
                         "writes answers with thoughts otherwise",
                     )
-            pieces += [text[at:start], said]
-            num_chars += start - at
+            pieces += [text[at:start], opened, said]
+            num_chars += start - at + len(opened)
             found.append((num_chars, num_chars + len(said)))
             num_chars, at = num_chars + len(said), stop
         return "".join((*pieces, text[at:])), found
+
+    def _with_opened_thoughts(self, own: Turns, plain: Turns) -> tuple[str, list[Range]]:
+        """Return the text and the ranges of a conversation without thoughts (`plain`) if a prompt
+        opens thoughts. All answers that are trained on must have some. Raises DataError."""
+        text = super().write(plain)
+        silent = replace(plain, kwargs={**own.kwargs, "enable_thinking": False})
+        other, ranges = super().by_prefixes(silent)
+        more = len(text) - len(other)  # what is written before the first answer may differ
+        is_same = text[ranges[0][0] + more :] == other[ranges[0][0] :]
+        if not is_same or not all(_is_thinking(own.turns[n]) for n in _trained_turns(own)):
+            why = "opens thoughts that an answer lacks"
+            raise self._refusal(own, f"{_CANNOT}: its prompt {why}", why)
+        return text, [(start + more, stop + more) for start, stop in ranges]
 
     def write(
         self, own: Turns, num_turns: int | None = None, *, prompt: bool = False, tags: bool = False
