@@ -48,7 +48,7 @@ def test_reading_a_freed_piece_is_a_bug_that_shows():
         list(store.prefix(0, 0, 2, None, gradients=False))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 400), max_size=30), st.randoms(use_true_random=False))
 def test_arena_pieces_never_overlap(sizes, random):
     arena, alive = Arena(CPU), []

@@ -108,7 +108,7 @@ def test_what_comes_back_is_what_went_in(kind, staging_bytes, tmp_path, request)
         request.getfixturevalue("delays")
         staging_bytes = 2**16
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(OPERATIONS)
     def run(operations):
         obey(make(kind, tmp_path, staging_bytes=staging_bytes, poison=True), operations)

@@ -144,7 +144,7 @@ def segments_of_five(monkeypatch):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_step_gives_the_bits_of_plain_tensors(target, tmp_path, segments_of_five):
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(LENS, WINDOWS)
     def run(lens, windows):
         walk = Walk(target, tmp_path, lens, windows)
@@ -159,7 +159,7 @@ def test_any_order_gives_the_bits_of_plain_tensors(target, tmp_path, segments_of
     """Pieces are freed, written again, read with and without gradients as it comes."""
     names = st.sampled_from(["write", "write", "free", "read", "send", "send", "relay"])
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(
         LENS, st.one_of(st.none(), st.integers(1, 30)),
         st.lists(st.tuples(names, st.integers(0, 6)), max_size=40),

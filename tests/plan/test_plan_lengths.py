@@ -17,7 +17,6 @@ from furlong.plan.lengths import Lengths, count_lengths, read_lengths, write_len
 lists = st.lists(st.integers(1, 300_000), min_size=1, max_size=60)
 
 
-@settings(deadline=None)
 @given(lists, st.floats(0.1, 100))
 def test_sums_percentiles_and_buckets_are_those_of_the_list(
     seq_lens: list[int], percent: float
@@ -44,7 +43,7 @@ def test_buckets_end_with_a_power_of_two() -> None:
     assert shown == [(0, 64, 2), (64, 128, 2), (128, 256, 1), (256, 512, 0), (512, 1024, 1)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lists)
 def test_a_file_gives_back_what_was_written(seq_lens: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:

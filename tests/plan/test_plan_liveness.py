@@ -76,7 +76,7 @@ def any_walks(draw):
     return ChunkPlan((3, 2, 1), tuple(map(parse_chunk, chunks)), (1, 1), (tuple(actions),))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(any_walks())
 def test_liveness_equals_its_definition(plan):
     for action, cells, expected in zip(

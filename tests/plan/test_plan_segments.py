@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from furlong.plan.segments import StoredTokens, segment_tokens
@@ -41,7 +41,6 @@ def test_two_mebibytes_on_a_cpu_and_thirty_two_elsewhere(token_bytes, on_cpu, on
     assert on_cpu % 128 == on_cuda % 128 == 0, "no 64 mod 128 keys for cuDNN"
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 20), min_size=2, max_size=12),
     st.one_of(st.none(), st.integers(1, 9)),

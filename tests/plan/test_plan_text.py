@@ -97,7 +97,7 @@ def test_chunk_forms():
     assert format_chunk(Chunk(())) == "dummy"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(chunks, max_size=3), st.lists(st.lists(actions, max_size=4), max_size=3), st.data())
 def test_plans_round_trip(chunk_list, action_lists, data):
     plan = ChunkPlan(

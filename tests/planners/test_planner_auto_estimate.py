@@ -60,7 +60,7 @@ def cost_model(name):
     return MODELS[name]()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.sampled_from(sorted(MODELS)), options, st.integers(1, 12_000), st.booleans())
 def test_no_walk_needs_less_than_the_bound(name, options, longest, filled):
     model = cost_model(name)
@@ -77,7 +77,7 @@ def test_no_walk_needs_less_than_the_bound(name, options, longest, filled):
         assert bound.device_bytes >= 0.9 * walked.device_bytes
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.sampled_from(sorted(MODELS)),
     options,

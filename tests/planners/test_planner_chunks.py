@@ -98,7 +98,7 @@ def naive_pack(seq_lens, size, taken):
     return sorted(free)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems())
 def test_bins_hold_every_sequence_once_and_no_more_than_fits(problem):
     size, lens, taken = problem
@@ -125,7 +125,7 @@ def test_the_work_of_packing_grows_like_the_number_of_sequences(size):
     assert work[0] > 2000 and work[1] < LINEAR * work[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 20), max_size=7), st.integers(0, 3))
 def test_the_slowest_replica_is_within_four_thirds_of_the_best(costs, dp_size):
     if not 1 <= dp_size <= len(costs):

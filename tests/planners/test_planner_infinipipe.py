@@ -102,7 +102,7 @@ def test_worked_example(counts, room, least):
         assert loads.fit(np.array([0, 2, 0, 0, 1]))  # the paper's own solution, C2 = 2 and C5 = 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda n: sorted(n, reverse=True)),
     st.lists(st.integers(1, 3), min_size=1, max_size=3),
@@ -140,7 +140,7 @@ def one_pipeline(lens, groups, own, stages, sp_size=1):
     return in_a_row(lens, groups, [pipeline], stages, sp_size=sp_size, checked=False)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @example([3], 3, (3, 3), 1, SMALL, Random(3))  # the embedding's gradient is the largest there is
 @given(
     lengths, st.integers(1, 5), stage_heights, st.sampled_from([1, 2]),
@@ -178,7 +178,7 @@ def budget_between(lens, stages, num_slices, share, sp_size=1):
     return int(low + share * (high - low))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(lengths, stage_heights, st.floats(0, 1.1), st.sampled_from([1, 2]))
 def test_random_batches_and_budgets(lens, stages, share, sp_size):
     budget = budget_between(lens, stages, 3, share)
@@ -316,7 +316,7 @@ def test_short_sequences_are_packed_by_work_and_tokens(short, tails, work, most,
 works = st.sampled_from([EVEN, SliceWork(1, 0), SliceWork(1, 16), SliceWork(1e-9, 1e-6)])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.integers(1, 12), works)
 def test_every_token_once_one_tail_per_chunk_and_no_chunk_above_the_mesh(lens, num_slices, work):
     groups = shard_all(cut_and_pack(lens, num_slices, work), 2)

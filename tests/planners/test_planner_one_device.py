@@ -65,7 +65,7 @@ def plan(seq_lens, num_layers=2, **dials):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=9),
     options(),

@@ -109,7 +109,7 @@ counts_and_stages = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(counts_and_stages)
 def test_windows_are_what_a_stage_holds(problem):
     counts, num_stages = problem
@@ -132,7 +132,7 @@ def test_windows_are_what_a_stage_holds(problem):
         assert max(map(len, found)) == min(sum(counts), num_stages - stage - 1 + max(counts))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(counts_and_stages, st.randoms(use_true_random=False))
 def test_recompute_on_diagonals_lengthens_the_step_by_its_sum(problem, draw):
     counts, num_stages = problem
@@ -162,7 +162,7 @@ def test_slices_share_the_work(quadratic):
     assert shares == pytest.approx([work[-1] / 4] * 4, rel=2e-5) and stops[-1] == 10**6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 60), st.integers(1, 12), st.floats(0, 10), st.sampled_from((1, 4)))
 def test_slices_tile_a_sequence(seq_len, num_slices, quadratic, step):
     """At multiples of what a kernel takes, where there are as many of it as slices."""

@@ -38,7 +38,7 @@ def seconds(plan, model=MODEL):
     return time_actions(plan, model.costs(plan)).duration_s
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     st.lists(st.integers(1, 40 * K), min_size=1, max_size=12),
     st.sampled_from((1, 4, 12, 16)),
@@ -59,7 +59,7 @@ def test_any_lengths_give_a_legal_plan_that_fits(seq_lens, pool_size, zero_stage
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_a_division_is_charged_what_its_plan_is(data):
     """Loads that are added up are priced as the project's own costs price the plan."""

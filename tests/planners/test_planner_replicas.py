@@ -32,7 +32,7 @@ def join(seq_lens, dp_size, size, **dials):
     return plans, dealt, join_replicas(plans, dealt, seq_lens)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 40), min_size=4, max_size=14),
     st.integers(1, 4),

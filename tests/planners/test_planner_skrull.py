@@ -31,7 +31,7 @@ def ids_of(batch):
     return {piece.seq_id for piece in batch.slices}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(1, 200), min_size=4, max_size=30),
     st.integers(1, 4),
@@ -64,7 +64,7 @@ def test_long_and_short_sequences_are_paired():
     assert list(map(ids_of, three)) == [{0, 3}, {1, 4}, {2, 5}]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 60 * K), min_size=1, max_size=12), st.sampled_from((1, 2, 4)))
 def test_any_lengths_give_a_legal_plan_that_fits(seq_lens, sp_size):
     budget = 40 * GIB

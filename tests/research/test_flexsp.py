@@ -35,7 +35,7 @@ def sizes_of(plan):
     return {piece.seq_id: piece.place.size for chunk in plan.chunks for piece in chunk.slices}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(st.integers(1, 48 * K), min_size=1, max_size=20),
     st.sampled_from((8, 12, 16, 32)),

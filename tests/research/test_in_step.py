@@ -39,7 +39,7 @@ options = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=14), st.integers(2, 4), options)
 def test_any_replicas_on_one_stage_go_in_step(seq_lens, dp_size, option):
     dp_size = min(dp_size, len(seq_lens))
@@ -89,7 +89,7 @@ def test_pipelines_go_in_step_only_where_they_are_equal():
 times = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(times, st.randoms(use_true_random=False))
 def test_no_other_order_of_micro_batches_is_faster(lens, rng):
     """By a cost that grows with the tokens in every pass: the n-th largest of all meet."""

@@ -66,7 +66,7 @@ def test_every_method_has_a_valid_plan_with_its_own_figures_or_says_why_not(name
 
 
 @pytest.mark.nightly
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(lens=st.lists(st.integers(100, 6_000), min_size=2, max_size=6))
 def test_pruning_loses_nothing(lens):
     """A plain loop over every rung that the search may take finds no faster one."""

@@ -72,7 +72,7 @@ def test_skrulls_fit_is_the_known_one():
         assert fit.transfer_constant_s * 1e6 == pytest.approx(us, abs=2)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(5, 60), min_size=2, max_size=6), st.integers(1, 2))
 def test_the_heuristics_stay_near_the_best_of_all_schedules(lens, dp_size):
     """Eqs. 8 and 11 without communication: then nothing is faster than to share all sequences."""

@@ -28,7 +28,7 @@ def seconds(plan, model=MODEL):
     return time_actions(plan, model.costs(plan)).duration_s
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 20 * K), min_size=4, max_size=16),
     st.sampled_from([(MODEL, 1, 30 * GIB), (GPT, 8, None), (GPT, 16, None)]),

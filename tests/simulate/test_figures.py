@@ -92,7 +92,7 @@ def test_an_empty_timeline():
     assert set(figures.shares().values()) == {0.0}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
     st.integers(1, 20),

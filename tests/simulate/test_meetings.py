@@ -137,7 +137,7 @@ def test_the_clock_is_that_of_the_reference():
         assert times.duration_s == pytest.approx(end_s), seed
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6))
 def test_equal_lists_of_equal_times_lose_nothing(seed):
     plan, costs = pipelines(seed, dp=2), PerKind(seed)

@@ -37,7 +37,7 @@ def made(wanted, num_replicas, frozen_layers=0, **division):
     return planner.plan(wanted).plan
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=9),
     st.integers(1, 4),
@@ -65,7 +65,7 @@ def test_each_sequence_has_one_replica(seq_lens, num_replicas, backward, dials, 
         assert any(isinstance(action, Backward) for action in actions) == backward
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=9),
     st.integers(1, 3),

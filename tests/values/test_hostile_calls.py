@@ -72,7 +72,7 @@ def loss_of(values: list[Tensor], uses: list[str]) -> Tensor:
 
 
 @pytest.mark.slow
-@settings(max_examples=150 if SEED else 15, deadline=None)
+@settings(max_examples=150 if SEED else 15)
 @given(CALLS, OPTIONS, USES, GRADIENTS, FAMILIES)
 def test_any_calls_under_one_loss(
     calls: list[Any], options: furlong.ChunkOptions, uses: list[str], gradients: Any, family: str

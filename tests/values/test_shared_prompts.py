@@ -260,7 +260,7 @@ def test_only_prompts_of_a_chunk_or_more_are_shared() -> None:
     assert len(join_prompts(shifted, 64).planned) == 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 50))
 def test_lengths_say_how_a_pair_is_joined(shared: int, one: int, other: int, size: int) -> None:
     """By which `furlong plan` and a run's decision plan what a call does."""
