@@ -276,7 +276,7 @@ MUTANTS = {
         "data/test_training_templates.py::test_a_stop_that_begins_the_next_message_is_learnt",
     ),
     "thoughts are put before an answer that they change": Mutant(
-        "if not said.endswith(bare) or prompt != text[:start]:", "if False:",
+        "if not said.endswith(bare) or prompt != text[:start] + opened:", "if False:",
         "data/test_training_templates.py::"
         "test_answers_with_thoughts_are_put_together_only_if_nothing_else_changes",
     ),
