@@ -23,6 +23,7 @@ from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.models.build import build_model, check_model, export_model, merge_adapters
 from furlong.models.describe import describe
 from furlong.models.placeholders import is_tied
+from furlong.models.quantized import packed_linears
 from furlong.testing import reference_loss, take_grads, worst_error
 from furlong.verify import Float64
 
@@ -162,6 +163,21 @@ def test_adapters_load_on_the_checkpoint_and_merge_into_it(
     expected = logits(model)
     merged = export_model(merge_adapters(model), None, tmp_path / "merged", dtype=torch.float32)
     assert_carried(checkpoint, merged)
+    torch.testing.assert_close(
+        logits(open_whole(merged, torch.float32)), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_adapters_over_four_bits_merge_into_the_checkpoint(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", "qwen3_vl")
+    packed = changed(build_model(str(source), quantize="nf4", lora=LORA))
+    assert all(".language_model." in name for name in packed_linears(packed))
+    adapters = {n: p for n, p in packed.named_parameters() if p.requires_grad}
+    model = build_model(str(source), quantize="nf4", lora=LORA, unpacked=True)
+    model.load_state_dict(adapters, strict=False)
+    expected = logits(model)
+    merged = export_model(merge_adapters(model), None, tmp_path / "merged", dtype=torch.float32)
+    assert_carried(source, merged)
     torch.testing.assert_close(
         logits(open_whole(merged, torch.float32)), expected, rtol=1e-4, atol=1e-4
     )
