@@ -181,3 +181,20 @@ def test_adapters_over_four_bits_merge_into_the_checkpoint(tmp_path: Path) -> No
     torch.testing.assert_close(
         logits(open_whole(merged, torch.float32)), expected, rtol=1e-4, atol=1e-4
     )
+
+
+def test_a_changed_config_is_written_for_older_releases_too(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", "mistral3")
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    model = build_model(str(source), rope=rope, max_seq_len=512)
+    export = export_model(model, None, tmp_path / "export", dtype=torch.bfloat16)
+    written = json.loads((export / "config.json").read_text())
+    assert written["dtype"] == "bfloat16"
+    assert written["text_config"]["rope_scaling"]["factor"] == 4.0
+    assert "rope_theta" in written["text_config"] and "rope_scaling" not in written
+    before, after = tensors(source), tensors(export)
+    assert {x.dtype for n, x in after.items() if n.startswith("language_model")} == {torch.bfloat16}
+    assert torch.equal(
+        before["vision_tower.patch_conv.weight"], after["vision_tower.patch_conv.weight"]
+    )
+    assert open_whole(export).config.text_config.rope_parameters["factor"] == 4.0

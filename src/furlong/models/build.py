@@ -681,7 +681,8 @@ def _add_older_rope(folder: Path) -> None:
     file = folder / "config.json"
     text = file.read_text(encoding="utf-8")
     values = json.loads(text)
-    rope = values.get("rope_parameters") or {}
+    own = values.get("text_config", values)
+    rope = own.get("rope_parameters") or {}
     scaled = dict(rope.get("full_attention", rope))
     older = {
         key: scaled.pop(key) for key in ("rope_theta", "partial_rotary_factor") & scaled.keys()
@@ -694,10 +695,12 @@ def _add_older_rope(folder: Path) -> None:
         del scaled["rope_type"]
     if scaled.get("rope_type", "default") != "default" or "type" in scaled:
         older["rope_scaling"] = scaled
-    file.write_text(json.dumps(values | older, indent=2) + "\n", encoding="utf-8")
+    own.update(older)
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     with suppress(Exception), hushed():  # a family's own checks of keys that it does not know
-        again = AutoConfig.from_pretrained(folder).to_dict().get("rope_parameters")
-        if {key: own for key, own in again.items() if key != "type"} == rope:
+        text_config = AutoConfig.from_pretrained(folder).get_text_config()
+        again = text_config.to_dict().get("rope_parameters")
+        if {key: one for key, one in again.items() if key != "type"} == rope:
             return
     file.write_text(text, encoding="utf-8")
 
