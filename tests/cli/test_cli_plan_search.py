@@ -610,3 +610,12 @@ def test_cards_that_free_weights_are_fewer_and_start_with_their_share(capsys):
         capsys.readouterr()
         assert main([*few, *large, *more]) == 0
         assert json.loads(capsys.readouterr().out)["runs_here"] == runs
+
+
+@pytest.mark.slow
+def test_the_smallest_budget_is_that_with_weights_in_cpu_memory(capsys):
+    model = ["plan", "--model.name=Qwen2.5-0.5B", "--hardware=RTX4090", "--lengths=4096"]
+    assert main([*model, "--memory.device=600MiB"]) == 2
+    named = re.search(r"memory\.device: (\S+)", capsys.readouterr().err)
+    assert main([*model, f"--memory.device={named[1]}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["reshard"]

@@ -42,7 +42,8 @@ def nothing_fits(answer: Answer, *, alone: bool) -> ConfigError:
         elif memory == "cpu" and training.offload_weights:
             part, words = _largest_below(trial, question)
             needs += f": {words}"
-        given = f"of {plans} none fits; nearest is {options_in_words(options)}, {needs}"
+        away = ", weights in CPU memory" * bool(training.offload_weights)
+        given = f"of {plans} none fits; nearest is {options_in_words(options)}{away}, {needs}"
         # chunks cannot be smaller, so advice to leave out the size would not help
         names = [n for n in question.options if n != "size" or options.size > SMALLEST_CHUNK]
         sizes = (f"memory.{name}: {budget_of(most)}" for name, most in enough.items())

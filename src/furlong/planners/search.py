@@ -153,7 +153,7 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
         if not away.fitting:
             _try_least(away)
         least = min((one.needs for one in away.refused), key=away.nearness, default=Needs(0))
-        if away.fitting or [*question.limits.exceeded(least)] == ["cpu"]:
+        if away.fitting or [*question.limits.exceeded(least)] in (["cpu"], ["device"]):
             trials, on_device = away, _answer(trials, started_s)
     if not trials.fitting and on_device is None:
         _try_least(trials)
