@@ -222,8 +222,14 @@ def test_storage_that_is_none_is_named(name: str, value: Any) -> None:
 
 
 def test_options_of_another_type_are_named(whole: Any) -> None:
-    with pytest.raises(ConfigError, match="ChunkOptions of type dict"):
+    with pytest.raises(ConfigError, match=r"(?s)of type dict.*ChunkOptions"):
         furlong.forward_backward(whole, batch([9]), {"size": 16})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"(?s)of type int.*Storage"):
+        furlong.chunked(whole, OPTIONS, storage=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"(?s)of type str.*ProcessGroup"):
+        furlong.Engine(whole, process_group="x")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"(?s)of type int.*RunConfig"):
+        furlong.Trainer(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hybrid", ["no", 0, None])

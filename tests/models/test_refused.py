@@ -145,6 +145,12 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "a hook on a weight": (lambda: changed(with_hook), r"hook on model\.norm\.weight"),
     "a name": (lambda: "gpt2", "str is no model"),
     "a layer": (lambda: nn.Linear(2, 2), "Linear is no transformers model"),
+    "no head": (lambda: changed(lambda m: m.model), "LlamaModel .*(?s:.*)AutoModelForCausalLM"),
+    "no values": (lambda: changed(lambda m: m.to("meta")), "meta(?s:.*)AutoModelForCausalLM"),
+    "a masked model, whose dropout is no matter": (
+        lambda: transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=1)),
+        "causal",
+    ),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from furlong.errors import ConfigError
 from furlong.ops.loss import IGNORE_INDEX, TiledHead, label_losses, labelled_rows
 
 HIDDEN = torch.randn(11, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -91,3 +92,13 @@ def test_nothing_waits_for_the_device():
     with NoHostReads():
         tiled.forward(HIDDEN, ROWS, labels, {})
         tiled.backward(HIDDEN, ROWS, labels, {}, torch.ones(len(ROWS)))
+
+
+def test_a_loss_without_a_graph_is_refused():
+    def detached(logits, labels, extras):
+        return label_losses(logits, labels, extras).detach()
+
+    tiled = TiledHead(make_head(), detached, 3, source="token_loss")
+    assert tiled.forward(HIDDEN, ROWS, LABELS[ROWS], {}) is not None  # it asks for no gradient
+    with pytest.raises(ConfigError, match="token_loss"):
+        tiled.backward(HIDDEN, ROWS, LABELS[ROWS], {}, torch.ones(len(ROWS)))

@@ -70,7 +70,7 @@ def bare_model(model: nn.Module) -> nn.Module:
     layers into which they are inserted, and for modules that shard, checkpoint or compile others.
     """
     bare = unwrapped(model)
-    _refuse(bare, _WRAPPED[-1:])
+    _refuse_foreign_module(bare)
     return bare
 
 
@@ -78,10 +78,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model that `bare_model` returns, but do not check its modules."""
     bare: Any = getattr(model, "_orig_mod", model)  # torch.compile(model)
     if hasattr(bare, "get_base_model"):
-        _refuse(bare, _WRAPPED[:-1])
+        _refuse(bare, _WRAPPED)
         bare = bare.get_base_model()
         bare = getattr(bare, "_orig_mod", bare)
-    _refuse(bare, _WRAPPED[:-1])
+    _refuse(bare, _WRAPPED)
     return bare  # type: ignore[no-any-return]
 
 
@@ -134,8 +134,13 @@ def refuse_unsupported(
     """
     _refuse(model, _KINDS)
     base: Any = model
-    if base.config.is_encoder_decoder or (needs_head and base.get_output_embeddings() is None):
-        raise unsupported(model, "has no causal language-model head", "a ...ForCausalLM model")
+    # here, so that its dropout, which is no matter, is not refused first
+    is_other = base.config.is_encoder_decoder or type(base).__name__.endswith("ForMaskedLM")
+    if is_other or (needs_head and base.get_output_embeddings() is None):
+        change = OTHER_FAMILY if is_other else _LOAD
+        raise unsupported(
+            model, "has no causal language-model head", "a ...ForCausalLM model", change
+        )
     name = type(model).__name__
     refuse_config(base.config, name, f"the model ({name}) and its config")
     _refuse(model, _CONFIGS)
@@ -154,6 +159,7 @@ RefusalRule = tuple[Callable[[Any], object], str, str, str]
 """(predicate on a model, fault in words, requirement, change). The predicate's result is truthy if
 the model has the fault, and fills `{}` in its words."""
 OTHER_FAMILY = "train a model of another family"
+_LOAD = "load it with AutoModelForCausalLM.from_pretrained"
 _WHOLE = "pass the model before it is sharded; Engine(ranks=...) does it"
 
 
@@ -165,11 +171,15 @@ def _refuse(model: Any, rows: Sequence[RefusalRule]) -> None:
 
 
 def unsupported(
-    model: nn.Module, what: str, required: str, change: str = OTHER_FAMILY,
-    source: str = "the model that was passed, and its config",
-) -> UnsupportedModelError:  # fmt: skip
+    model: nn.Module, what: str, required: str, change: str = OTHER_FAMILY, source: str = ""
+) -> UnsupportedModelError:
+    """`source`: by default the folder or id that the model's config was loaded from."""
+    path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
     return UnsupportedModelError(
-        given=f"{type(model).__name__} {what}", required=required, source=source, change=change
+        given=f"{type(model).__name__} {what}",
+        required=required,
+        source=source or f"the model {path or 'that was passed'}, and its config",
+        change=change,
     )
 
 
@@ -191,34 +201,36 @@ def _unverified_adapters(model: Any) -> str:
 
 # by class name, so that packages need not be imported for the check
 _FOREIGN = {
-    "FullyShardedDataParallel": "FSDP's wrapper",
-    "FSDPModule": "FSDP2's fully_shard",
-    "DeepSpeedEngine": "DeepSpeed's engine",
-    "CheckpointWrapper": "torch's checkpoint_wrapper, whose second forward runs in the backward",
-    "OptimizedModule": "a compiled layer (torch.compile)",
-}
+    "FullyShardedDataParallel": ("FSDP's wrapper", _WHOLE),
+    "FSDPModule": ("FSDP2's fully_shard", _WHOLE),
+    "DeepSpeedEngine": ("DeepSpeed's engine", _WHOLE),
+    "CheckpointWrapper": (
+        "torch's checkpoint_wrapper, whose second forward runs in the backward",
+        "leave it out: the plan decides what is recomputed (ChunkOptions.keep)",
+    ),
+    "OptimizedModule": ("a compiled layer (torch.compile)",
+                        "compile layers in place: layer.compile()"),
+}  # fmt: skip
 
 
-def _foreign_module(model: nn.Module) -> str:
-    """Name the first module that shards, checkpoints or compiles its contents; else ""."""
+def _refuse_foreign_module(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for a module that shards, checkpoints or compiles others."""
     for name, module in model.named_modules():
         known = [c.__name__ for c in type(module).__mro__ if c.__name__ in _FOREIGN]
         if known and not (known == ["FSDPModule"] and is_sharded(model)):
-            return f"{_FOREIGN[known[0]]} at {name or 'its root'}"
-    return ""
+            what, change = _FOREIGN[known[0]]
+            required = "modules as transformers builds them, whole on one device"
+            raise unsupported(model, f"has {what} at {name or 'its root'}", required, change)
 
 
 _WRAPPED: tuple[RefusalRule, ...] = (
     (lambda m: not isinstance(m, nn.Module), "is no model", "a causal decoder of transformers",
-     "pass the model"),
+     _LOAD),
     (lambda m: isinstance(m, DataParallel | DistributedDataParallel),
      "is a wrapper of several devices", "one process on one device",
      "pass model.module; gradients are then this process's own and are not reduced"),
     (_unverified_adapters, "has {}", f"adapters of type {', '.join(VERIFIED_ADAPTERS)}",
      "use LoRA or another type of the list"),
-    (_foreign_module, "has {}", "modules as transformers builds them, whole on one device",
-     f"{_WHOLE}; compile layers in place: layer.compile(); the plan decides what is recomputed "
-     "(ChunkOptions.keep)"),
 )  # fmt: skip
 
 
@@ -246,9 +258,12 @@ def _quantisation(model: Any) -> object:
 
 def _placement(model: nn.Module) -> str:
     devices = sorted({str(p.device) for p in model.parameters()})
-    hooks = (getattr(m, "_hf_hook", None) for m in model.modules())
-    is_spread = len(devices) > 1 or "meta" in devices or any(_offloads(hook) for hook in hooks)
-    return ", ".join(devices) if is_spread else ""
+    is_offloaded = any(map(_is_offloaded, model.modules()))
+    return ", ".join(devices) if len(devices) > 1 or "meta" in devices or is_offloaded else ""
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    return _offloads(getattr(module, "_hf_hook", None))
 
 
 def _offloads(hook: Any) -> bool:
@@ -272,6 +287,9 @@ _STATE: tuple[RefusalRule, ...] = (
     (lambda m: not is_sharded(m) and _first(
         m.named_parameters(), lambda p: isinstance(p, DTensor)),
      "has parts of weights ({} is a DTensor)", "weights that are whole", _WHOLE),
+    (lambda m: _placement(m) == "meta" and not any(map(_is_offloaded, m.modules())),
+     "is on meta, without values", "weights that hold values",
+     f"{_LOAD}, or make it outside torch.device('meta')"),
     (_placement, "is spread over {} or offloaded (accelerate's device_map)",
      "all weights on one device", "load it without device_map and move it with model.to(device)"),
     (_backward_hooks, "has a backward hook on {}: it would see the gradients of one chunk, of "
@@ -330,7 +348,7 @@ def set_in_config(values: dict[str, Any]) -> str:
 
 _KINDS: tuple[RefusalRule, ...] = (
     (lambda m: not (hasattr(m, "config") and hasattr(m, "get_decoder")), "is no transformers model",
-     "a causal decoder of transformers", OTHER_FAMILY),
+     "a causal decoder of transformers", f"{_LOAD}, if it is one of transformers"),
     (lambda m: _first(_ends(m), lambda x: getattr(getattr(x, "weight", None), "ndim", 0) != 2),
      "has a {} without a weight of shape (V, D)",
      "one matrix that tells the size of the vocabulary",

@@ -100,7 +100,8 @@ class TiledHead:
 
     def _of_tile(self, hidden: Tensor, labels: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
         with self.modes():
-            values = self.function(wide(self.head(hidden)), labels, extras)
+            logits = wide(self.head(hidden))
+            values = self.function(logits, labels, extras)
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         widths = (1, 2) if self.takes_columns else (1,)
         if (
@@ -112,13 +113,25 @@ class TiledHead:
             is_odd = isinstance(values, Tensor) and not values.is_floating_point()
             dtype = f"{values.dtype} ".removeprefix("torch.") if is_odd else ""
             raise self._refusal(f"{dtype}{shape} for {len(labels)} tokens")
+        if logits.requires_grad and not values.requires_grad:
+            raise ConfigError(
+                given=f"{self.source} returned values without a graph: every gradient would be 0",
+                required="values that are differentiable functions of the logits",
+                source=self._source,
+                change=f"leave detach(), item() and torch.no_grad() out of {self.source}; where "
+                "no token counts, return logits[:, 0] * 0",
+            )
         return values
+
+    @property
+    def _source(self) -> str:
+        return f"{self.source}, called with logits (t, V), labels (t,) and extras (t, ...)"
 
     def _refusal(self, given: str) -> ConfigError:
         columns = ", or (t, k) for k of them" if self.takes_columns else ""
         return ConfigError(
             given=f"{self.source} returned {given}",
             required=f"one floating-point value per token: a tensor of shape (t,){columns}",
-            source=f"{self.source}, called with logits (t, V), labels (t,) and extras (t, ...)",
+            source=self._source,
             change="reduce over the vocabulary alone: the loss is made of what comes back",
         )

@@ -305,7 +305,7 @@ def whole_number(value: object, name: str) -> int:
             given=f"{name} {in_short(value, 60)}",
             required="a whole number above 0 (None: the default)",
             source="the arguments of furlong.Engine or forward_backward",
-            change=f"pass {name} as an int",
+            change=f"pass an int of 1 or more as {name}",
         )
     return number
 
@@ -382,8 +382,8 @@ def require_type(value: object, kind: type, change: str = "") -> None:
     """Raise ConfigError unless `value` is of type `kind`. `change`: the advice in the error."""
     if not isinstance(value, kind):
         raise ConfigError(
-            given=f"a {kind.__name__} of type {type(value).__name__}",
-            required=f"a furlong.{kind.__name__}",
+            given=f"{in_short(repr(value), 60)}, of type {type(value).__name__}",
+            required=f"a {kind.__name__}",
             source="the arguments that were passed",
             change=change or f"pass furlong.{kind.__name__}(...)",
         )

@@ -51,6 +51,7 @@ from furlong.ops.backends.select import ProbedBackend
 from furlong.ops.sequence_parallel import AllToAll
 from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.plan.rows import ChunkRows
+from furlong.runtime.batch import require_type
 from furlong.runtime.cell import rows_on
 from furlong.runtime.check import Agree, self_check
 from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline
@@ -237,6 +238,11 @@ class Session:
             is_entered: See `HFDecoder`. If True, the caller computes the head.
             max_seq_len, compute_dtype, storage, offload_weights: See `Engine`.
         """
+        if storage is not None:
+            require_type(storage, Storage)
+        if process_group is not None:
+            change = "pass dist.group.WORLD, or what dist.new_group returns to its members"
+            require_type(process_group, ProcessGroup, change)
         self.offload_weights = offload_weights
         self.given, self.storage, self._is_entered = given, storage, is_entered
         self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype

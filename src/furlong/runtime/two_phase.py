@@ -327,7 +327,12 @@ class _Node(torch.autograd.Function):
                 source="the backward of token_values, hidden_states or a chunked model",
                 change="leave create_graph out, or use the model without furlong",
             )
-        _ = ctx.saved_tensors
+        try:
+            _ = ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace" in str(error):
+                raise _changed("weights") from error
+            raise
         return None, None, *ctx.run.second(cotangents)
 
 

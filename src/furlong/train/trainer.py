@@ -32,6 +32,7 @@ from furlong.files import write_json
 from furlong.models.build import check_model, export_model, exported_names, weights_fingerprint
 from furlong.planners.options import ChunkOptions
 from furlong.report.patience import patience
+from furlong.runtime.batch import require_type
 from furlong.runtime.profile import peak_memory_bytes
 from furlong.runtime.rng import RNGState
 from furlong.simulate.predict import step_s as predicted_s
@@ -131,6 +132,7 @@ class Trainer:
             config = load_run(Path(config))
         elif isinstance(config, Mapping):
             config = build_run(dict(config), "the config of Trainer")
+        require_type(config, RunConfig, "pass a mapping of a run's keys, or a run file's path")
         self.config, self.processes, self.callbacks = config, processes, list(callbacks)
         check_callbacks(self.callbacks)
         if processes is ALONE:
