@@ -140,12 +140,14 @@ def search(question: Question, tell: Tell | None = None, *, may_cut_short: bool 
     odd = [name for name in question.options if own and name not in own.takes_options]
     if own and own.has_own_chunks and odd:
         names = " and ".join(question.keys_of(odd))
+        has_layout = any(map(own.takes, question.layouts()))
+        sizes = "" if has_layout else f" and, on several devices, {own.sizes}"
         raise ConfigError(
             given=f"{names} with chunks.method = {question.method}",
             required=f"no options of chunks: {question.method} makes chunks of its own, which go"
             " through all layers",
             source="chunks",
-            change=f"leave {names} out, or chunks.method",
+            change=f"leave {names} out{sizes}, or remove chunks.method",
         )
     trials, on_device = _searched(question, tell, may_cut_short), None
     if not trials.fitting and question.may_offload_weights:
