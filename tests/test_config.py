@@ -104,9 +104,10 @@ def test_the_resolved_config_is_accepted_back(tmp_path: Path) -> None:
         (["--train.steps=no"], "train.steps = 'no'", "flag --train.steps", "set"),
         (["--train.lr=0"], "'0'", "train.lr", "such as 2e-05"),
         (["--offload=dsk"], "offload = 'dsk'", "flag --offload", "to disk"),
-        (["--offload={atention: cpu}"], "atention", "--offload", "such as cpu"),
+        (["--offload={atention: cpu}"], "atention", "--offload", "{attention: cpu}"),
         (["--offload.kv=disk"], "--offload.kv", "the command line", "mapping: {kv: cpu}"),
-        (["--offload={kv: dsk}"], "'dsk'", "--offload", "such as cpu"),
+        (["--offload={kv: dsk}"], "'dsk'", "--offload", "{kv: disk}"),
+        (["--offload={keys: disk, inputs: gpu}"], "keys", "--offload", "{kv: disk, inputs: none}"),
         (["--chunks.method=SeCO"], "'SeCO'", "--chunks.method", "to seco"),
         (["--chunks.method=chunk_flow"], "'chunk_flow'", "--chunks.method", "to chunkflow"),
         (["--chunks.sample.cap=.inf"], "'.inf'", "--chunks.sample.cap", "set"),
@@ -124,6 +125,15 @@ def test_the_resolved_config_is_accepted_back(tmp_path: Path) -> None:
         (["--data.train=[a, {path: ''}]"], "''", "flag", "set"),
         (["--data.eval=[&a [*a]]"], "data.eval[0] = [[...]]", "--data.eval", "set"),
         (["--train.lr"], "expected one argument", "command line", "--help"),
+        (["--modle.name=x"], "--modle.name", "command line", "--model.name?"),
+        (["--data.tarin=a b"], "--data.tarin", "command line", "--data.train?"),
+        (["train.lr=1e-4"], "train.lr=1e-4", "command line", "--train.lr=1e-4?"),
+        (["--data.max_seq_len=32k"], "'32k'", "flag --data.max_seq_len", "32768"),
+        (["--model.rope.factor=2"], "model.rope.rope_type", "--model.rope.factor", "yarn"),
+        (["--train.groups=[{mtch: a}]"], "groups[0].mtch", "--train.groups", "write match"),
+        (["--train.groups=[{path: a}]"], "groups[0].path", "--train.groups", '"match":'),
+        (["--memory.disk_dir=/x"], "memory.disk = 0", "--memory.disk_dir", "memory.disk"),
+        (["--log.profile_steps=[101, 102]"], "[101,102]", "--log.profile_steps", "[1, 100]"),
     ],
 )
 def test_a_wrong_flag_names_what_is_meant(
@@ -192,6 +202,7 @@ def test_options_that_fit_a_loss(run_file: Path) -> None:
         ),
         ("model: {name: x}\ndata: {train: {path: x, subset: y}}", "[0].subset", "", "write name"),
         ("model: {name: x}\ndata: {train: [{path: x, zzz: 1}]}", "[0].zzz", "", "weight: 2.0}"),
+        ("model: {name: x}\ndata: {train: {path: a, share: 0.5}}", "0.5", "train", "up to 0.5"),
         ("model: {name: x}\ndata: {train: []}", "data.train = []", "train", "such as books.jsonl"),
         (RUN + "train: {epochs: .nan}", "epochs = nan", "epochs", "set train.epochs, such as 3"),
         (RUN + "log:\n  wandb: a\n   b: c", "in line 5, column 5: b: c", "", "line"),
@@ -219,6 +230,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_bytes(b"out: \xff")
     assert "can't decode byte" in refused(load_run, file).given
+    file.write_text("base_model: a\ndatasets: b\nmicro_batch_size: 1\n")
+    assert f"furlong convert {file}" in refused(load_run, file).change
 
 
 def test_offload_samples_and_budgets_are_the_same_in_files_and_as_flags(run_file: Path) -> None:

@@ -168,7 +168,7 @@ def _of_options() -> Iterator[tuple[str, Run]]:
         "data.join": True, "data.streaming": True, "data.train_on": "all",
         "train.betas": [0.8, 0.9], "train.label_smoothing": 0.1, "train.loss_type": "robust",
         "train.state_dtype": "bfloat16", "train.min_lr": 1e-9, "model.lora": {"rank": 4},
-        "log.sample_tokens": 9, "train.epochs": 1,
+        "log.sample_tokens": 9, "train.epochs": 1, "memory.disk_dir": ".",
     }  # fmt: skip
     for key, of, fitting, _ in _OPTIONS:
         keys = {key: values.get(key, (all_keys()[key].examples or [0.5])[0])}
@@ -191,6 +191,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
     of_config: dict[str, dict[str, Any]] = {
         "min_lr": {"train.min_lr": 1.0},
         "min_len": {"data.min_len": 1000},
+        "steps of a profile": {"log.profile_steps": [2, 3]},
         "no targets": {"model.lora": {"target_modules": []}, "model.init": "pretrained"},
         "keep_best": {"train.keep_best": True},
         "early_stopping": {
@@ -432,7 +433,7 @@ ELSEWHERE = {
     "ops/attention.py: use parallel": _SP,
     "planners/question.py: use shorter": "activations above the memory of many devices",
     "planners/search.py: leave chunks.method": "adapters over the last stage alone",
-    "planners/spaco.py: correct it": "values that the schema refuses: Python",
+    "planners/spaco.py: write what is required": "values that the schema refuses: Python",
     "runtime/distributed/mesh.py: leave process_group": _PYTHON,
     "train/card.py: ": f"{_NEEDS}a hub",
     "train/export.py: leave --merge": f"{_NEEDS}a run",

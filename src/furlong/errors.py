@@ -190,19 +190,26 @@ def first_error(error: ValidationError) -> str:
     return f"{place} = {in_short(repr(odd['input']), 80)}: {odd['msg']}"
 
 
-def look_up(name: str, known: Mapping[str, _T], *, kind: str, source: str) -> _T:
-    """Return the value of a name in `known`, ignoring case. Raises ConfigError, which suggests a
-    known name and calls it a `kind`."""
+NEAR = 0.7
+"""Least similarity, by difflib, at which a name counts as a misspelling of another."""
+
+
+def look_up(name: str, known: Mapping[str, _T], *, kind: str, source: str, instead: str = "") -> _T:
+    """Return the value of a name in `known`, ignoring case. Raises ConfigError, which calls it a
+    `kind` and suggests a known name if one is near. `instead`: what else may be given."""
     by_lower = {key.lower(): key for key in known}
     key = by_lower.get(name.strip().lower())
     if key is not None:
         return known[key]
     given = name.strip().lower()
     near = [key for key in by_lower if given and key.startswith(given)]
-    near = near or difflib.get_close_matches(given, by_lower, n=1, cutoff=0.0)
+    near = near or difflib.get_close_matches(given, by_lower, n=1, cutoff=NEAR)
+    also = f"{instead}, or " if instead else ""
     raise ConfigError(
         given=f"{kind} {name!r}",
-        required=f"one of {', '.join(sorted(known))}",
+        required=f"{also}one of {', '.join(sorted(known))}",
         source=source,
-        change=f"did you mean {by_lower[near[0]]}?" if near else f"there is no {kind} to choose",
+        change=f"did you mean {by_lower[near[0]]}?"
+        if near
+        else f"give {also}a name that is listed",
     )

@@ -18,7 +18,7 @@ def parse_bytes(text: str | int) -> int:
     """Return the bytes in `512MiB`, `1.5 GB` or a plain number. Raises ValueError for others."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _BYTES_PER_UNIT:
-        raise ValueError(f"{text!r} is no amount of memory; write one like 512MiB, 24GiB or 80GB")
+        raise ValueError("an amount of memory such as 512MiB, 24GiB or 80GB")
     amount = float(match[1]) * _BYTES_PER_UNIT[match[2].upper()]
     if amount >= 2**63:
         raise ValueError(f"{str(text)[:40]!r} is more memory than there is: less than 8 EiB")

@@ -232,6 +232,8 @@ def test_compares_every_method(lengths, tmp_path, capsys):
     ("flags", "parts"),
     [
         (["--lengths", "wikipdia"], ["'wikipdia'", "did you mean wikipedia?"]),
+        (["--lengths", "8k"], ["'8k'", "--lengths", "such as 8192, a .json"]),
+        (["--model.name", "bert-base"], ["'bert-base'", "config.json, OWNER/NAME of the hub"]),
         (["--hardware", "H10"], ["'H10'", "did you mean H100"]),
         (["--model.name", "Qwen2.5-8B"], ["'Qwen2.5-8B'", "did you mean Qwen2.5-"]),
         (["--model.name", "no/such.json"], ["No such file"]),
@@ -243,7 +245,8 @@ def test_compares_every_method(lengths, tmp_path, capsys):
         (["--data.max_seq_len", "50"], ["data.max_seq_len = 50", "at least 90 tokens"]),
         (["--offload=cpu", "--hardware=cpu"], ["on a CPU", "device"]),
         (["--devices=4", "--parallel.pp=3", "--parallel.sp=2"],
-         ["dp auto x sp 2 x pp 3, a multiple of 6 devices", "multiply to 4 devices"]),
+         ["dp auto x sp 2 x pp 3, a multiple of 6 devices", "multiply to 4 devices", "use 6"]),
+        (["--devices=8", "--parallel.sp=3"], ["use 6 or 9 devices", "parallel.sp to 2, 4, 8"]),
         (["--devices=2", "--parallel.pp=2", "--chunks.stage_layers=4"],
          ["chunks.stage_layers, and parallel.pp", "set parallel.pp to 1"]),
         (["--devices=2", "--chunks.method=places", "--chunks.size=1024"],

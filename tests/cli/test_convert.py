@@ -694,3 +694,10 @@ def test_a_call_of_a_recipe_overrides_its_keys(
     of = made(tmp_path, call, name="a.sh")
     assert (of.recipe.dialect, of.run["train.lr"]) == (dialect, 3e-4)
     assert of.recipe.num_processes == (2 if "--nproc" in call else None)
+
+
+def test_a_run_file_is_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {name: m}\ndata: {train: a.jsonl}\nout: o\n")
+    assert main(["convert", str(file)]) == 2
+    assert f"furlong train {file}" in capsys.readouterr().err

@@ -389,6 +389,9 @@ def test_checkpoints_without_their_run(
 ) -> None:
     run = tmp_path / "run"
     tiny_run.leave_run(run, "--train.epochs=1")
+    (run / "config.json").write_text('{"model')
+    assert main(tiny_run.arguments(run, "--train.epochs=1", "--resume")) == 2
+    assert "state.json" in capsys.readouterr().err
     (run / "config.json").unlink()
     assert main(tiny_run.arguments(run, "--train.epochs=1", "--resume")) == 2
     message = capsys.readouterr().err

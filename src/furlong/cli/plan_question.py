@@ -191,15 +191,15 @@ def question_of(flags: RunFlags, batch: PlannedBatch | None = None) -> PlanQuest
     batch = batch or planned_batch(flags, config)
     if config.train.is_of_pairs:
         changes = {
-            "give --devices=1": num_devices > 1,
-            "leave --compare out": own.compare,
-            "leave --sequences out": own.sequences is not None,
+            f"{num_devices} devices": ("give --devices=1", num_devices > 1),
+            "--compare": ("leave --compare out", own.compare),
+            "--sequences": ("leave --sequences out", own.sequences is not None),
         }
-        if any(changes.values()):
+        if wrong := {given: change for given, (change, is_wrong) in changes.items() if is_wrong}:
             raise refusal(
-                f"--devices, --sequences or --compare with train.loss: {config.train.loss}",
+                f"{' and '.join(wrong)} with train.loss: {config.train.loss}",
                 "one device, and one call of a step, which takes a pair or an answer in two phases",
-                " and ".join(change for change, is_needed in changes.items() if is_needed),
+                " and ".join(wrong.values()),
             )
         sizes = {}
     if own.hardware is None:

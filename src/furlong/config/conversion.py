@@ -162,7 +162,8 @@ def _verdict(name: str, value: Any) -> Verdict:
     if isinstance(value, str) and _COMPUTED.search(value):
         is_place = answer is not None and answer.target in ("out", "log.name")
         kind: Kind = "lost" if is_place else "refused"
-        return Verdict(kind, "its script computes it: set furlong's key")
+        key = answer.target if answer is not None and answer.kind == "ours" else "furlong's key"
+        return Verdict(kind, f"its script computes it: set {key}")
     if answer is None:
         last = f".{name}".rpartition(".")[2]
         own = [

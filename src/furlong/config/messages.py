@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from furlong.config.foreign import answer_to, foreign_table
-from furlong.config.schema import Source, all_keys, keys_below, words_of
-from furlong.errors import ConfigError, in_short, refusal
+from furlong.config.schema import ParameterGroup, Source, all_keys, keys_below, words_of
+from furlong.errors import NEAR, ConfigError, in_short, refusal
 
 NO_FILE = "no run file"
 """The source that messages name if there is no run file."""
@@ -20,8 +20,6 @@ _SHOWN_CHARS = 120
 _COLUMN_CHARS = 40
 """Most characters to which the first column of a table of keys is padded."""
 _UNKNOWN = ", an unknown key"
-_NEAR = 0.75
-"""Least similarity, by difflib, at which a name counts as a misspelling of another."""
 
 
 def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> ConfigError:
@@ -51,15 +49,19 @@ def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> 
         by_flag = one.source.startswith("the flag ")
         rows.append((one.given.removesuffix(_UNKNOWN), change + f" ({one.source})" * by_flag))
     of_file = file != NO_FILE and any(not one.source.startswith("the flag ") for one in wrong)
-    return table_of_keys(rows, file if of_file else "the command line")
+    theirs = [key for key in by_key if "." not in key and answer_to(key) is not None]
+    head = f"if this is a recipe of another trainer, furlong convert {file}; otherwise "
+    is_recipe = of_file and len(theirs) > 2
+    return table_of_keys(rows, file if of_file else "the command line", head * is_recipe)
 
 
-def table_of_keys(rows: Sequence[tuple[str, str]], source: str) -> ConfigError:
-    """Return the error for several keys; `rows`: for each, what was given and how to change it."""
+def table_of_keys(rows: Sequence[tuple[str, str]], source: str, head: str = "") -> ConfigError:
+    """Return the error for several keys; `rows`: for each, what was given and how to change it;
+    `head`: advice before them."""
     width = min(_COLUMN_CHARS, max(len(given) for given, _ in rows))
     lines = [f"\n  {given:<{width}}  {change}" for given, change in rows]
     required = "keys of a run, as furlong train --help lists them, with values that fit"
-    change = "each of them:" + "".join(lines)
+    change = f"{head}each of them:" + "".join(lines)
     return refusal(f"{len(rows)} wrong keys", required, change, source)
 
 
@@ -85,13 +87,18 @@ def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     if (answer := answer_to(key)) is not None:  # before keys that are only spelt alike
         return answer.advice
-    close = difflib.get_close_matches(name, beside, n=1, cutoff=_NEAR)
+    sections = {one.rpartition(".")[0] for one in (*known, *all_keys())}
+    if section not in sections and (
+        meant := difflib.get_close_matches(section, sections, n=1, cutoff=NEAR)
+    ):
+        return suggest(f"{meant[0]}.{name}", known, prefix)
+    close = difflib.get_close_matches(name, beside, n=1, cutoff=NEAR)
     if close:
         return f"did you mean {prefix}{beside[close[0]]}?"
     if section == "offload":
         return f"write offload as a mapping: {{{name}: cpu}}"
     by_name = {one.rpartition(".")[2]: one for one in (*known, *all_keys())}
-    close = [by_name[one] for one in difflib.get_close_matches(name, by_name, n=1, cutoff=_NEAR)]
+    close = [by_name[one] for one in difflib.get_close_matches(name, by_name, n=1, cutoff=NEAR)]
     if not close and section in ("model", "model.config"):
         return f"set model.config: {{{name}: ...}} for a key of its config.json, or remove it"
     return f"did you mean {prefix}{close[0]}?" if close else "remove it: furlong has none"
@@ -129,11 +136,17 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
     kind, value, location = errors[0]["type"], errors[0]["input"], errors[0]["loc"]
     context = errors[0].get("ctx", {})
     keys = context.get("keys", key) if kind == "told" else key
-    named = [f for f in sorted(flags) if any(meet(f[2:], one) for one in keys.split(" and "))]
+    about = keys.split(" and ")
+    outer = key.rpartition(".")[0]
+    if kind == "missing" and file == NO_FILE and outer and not all_keys()[outer].is_required():
+        about = [outer]  # the section is there by its other flags
+    named = [f for f in sorted(flags) if any(meet(f[2:], one) for one in about)]
     source = " and ".join(f"the flag {flag}" for flag in named) or f"{file}, key {keys}"
     required = " or ".join(dict.fromkeys(map(words_of, errors)))
     example = example_of(key)
     change = f"set {key}, such as {example}" if example else f"set {key} to what is required"
+    if kind == "int_parsing" and (in_k := re.fullmatch(r"(\d{1,6})[kK]", str(value))):
+        change = f"set {key} to {1024 * int(in_k[1])}"
     if choice := _near_choice(value, errors):
         change = f"set {key} to {choice}"
     given = f"{key} = {shortened(value)}"
@@ -143,12 +156,14 @@ def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str])
         given, change = f"{part} = {shortened(value)}", context.get("change", change)
         if kind == "extra_forbidden":
             given = f"{part}{_UNKNOWN}"
-            required = f"a text, or a mapping of {', '.join(Source.model_fields)}"
-            name = str(location[-1])
-            near = difflib.get_close_matches(name, Source.model_fields, n=1, cutoff=_NEAR)
-            advice = foreign_table()["in a source"]
+            is_source, name = key.startswith("data."), str(location[-1])
+            known = (Source if is_source else ParameterGroup).model_fields
+            required = f"{'a text, or ' * is_source}a mapping of {', '.join(known)}"
+            near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
+            advice = foreign_table()["in a source"] if is_source else {}
             own = next((ours for ours, names in advice.items() if name in names), "".join(near))
-            change = f"write {own or f'{example}, or {{path: {example}, weight: 2.0}}'}"
+            whole = f"{example}, or {{path: {example}, weight: 2.0}}" if is_source else example
+            change = f"write {own or whole}"
         elif kind == "missing":
             given = f"no {part}"
         return refusal(given, required, change, source)
@@ -173,7 +188,7 @@ def _near_choice(value: object, errors: Sequence[ErrorDetails]) -> str:
     expected = " ".join(str(error.get("ctx", {}).get("expected", "")) for error in errors)
     choices = {re.sub(r"[-_ ]", "", one): one for one in re.findall(r"'([^']+)'", expected)}
     bare = re.sub(r"[-_ ]", "", value.lower()) if isinstance(value, str) else ""
-    return "".join(choices[one] for one in difflib.get_close_matches(bare, choices, 1, _NEAR))
+    return "".join(choices[one] for one in difflib.get_close_matches(bare, choices, 1, NEAR))
 
 
 def _unknown(key: str, name: str, source: str) -> ConfigError:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from furlong.config.foreign import answer_to, foreign_table
+from furlong.config.schema import RunConfig
 from furlong.config.sources import file_text, read_yaml
 from furlong.errors import ConfigError, refusal
 
@@ -72,7 +73,8 @@ def read_recipe(file: Path, command: int | None = None) -> Recipe:
     values = _mapping_of(file, text)
     dialect = _dialect_of(values)
     if dialect is None:
-        raise _no_recipe(file, f"keys {', '.join(list(values)[:5])}")
+        is_run = {"model", "data"} <= values.keys() <= RunConfig.model_fields.keys()
+        raise _no_recipe(file, f"keys {', '.join(list(values)[:5])}", is_run=is_run)
     environment = values.pop("ENV", None) if dialect == "ms-swift" else None
     environment = {name: str(one) for name, one in (environment or {}).items()}
     keys = _keys_of(values, dialect, {})
@@ -127,7 +129,9 @@ def _mapping_of(file: Path, text: str) -> dict[str, Any]:
     return dict(values)
 
 
-def _no_recipe(file: Path, given: str, *, is_code: bool = False) -> ConfigError:
+def _no_recipe(
+    file: Path, given: str, *, is_code: bool = False, is_run: bool = False
+) -> ConfigError:
     change = (
         "name the YAML file that is called, with keys that its call changes as --section.key=value;"
         " for another trainer's recipe write a run file (docs/start.md)"
@@ -139,6 +143,8 @@ def _no_recipe(file: Path, given: str, *, is_code: bool = False) -> ConfigError:
             " place of SFTTrainer. furlong.integrations.Trainer takes the place of transformers'"
             " Trainer alike; any other keeps its loop over furlong.chunked(model) (docs/python.md)"
         )
+    if is_run:
+        change = f"this is a run file already: furlong train {file}"
     return refusal(
         given,
         "a recipe of axolotl, LLaMA-Factory, TRL, ms-swift, torchtune or Arctic Training (YAML), or"

@@ -7,6 +7,7 @@ and infinity are not numbers. In paths `~` is the home folder, and nothing else 
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -30,7 +31,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, to_json
 from typing_extensions import TypedDict
 
 from furlong.config.adapter import with_keys_of_adapter
-from furlong.errors import in_short
+from furlong.errors import NEAR, in_short, in_yaml
 from furlong.units import parse_bytes
 
 _WORDS = {
@@ -42,6 +43,12 @@ _WORDS = {
     "string_too_short": "a text that is not empty",
     "bool_parsing": "true or false",
     "bool_type": "true or false",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "string_pattern_mismatch": "OWNER/NAME",
 }
 
 
@@ -107,15 +114,36 @@ AmountBytes = Annotated[int, BeforeValidator(_read_amount), Field(ge=0, le=MAX_B
 
 OffloadKind = Literal["kv", "inputs", "attention", "graphs"]
 OffloadTarget = Literal["none", "cpu", "disk"]
-OffloadChoice = (
-    Literal["auto"] | OffloadTarget | dict[OffloadKind | Literal["weights"], OffloadTarget]
-)
 
 
 def told(**parts: str) -> PydanticCustomError:
     """Return an error for validators to raise. `parts`: `required` and `change` (advice);
     optionally `given` and `keys`, the keys whose values do not fit each other, as `a and b`."""
     return PydanticCustomError("told", "{required}", dict(parts))
+
+
+def _known_places(value: object) -> object:
+    kinds, places = (*get_args(OffloadKind), "weights"), get_args(OffloadTarget)
+    if isinstance(value, Mapping) and not (
+        set(kinds).issuperset(value) and all(place in places for place in value.values())
+    ):
+        near = partial(difflib.get_close_matches, n=1, cutoff=NEAR)
+        meant = {
+            (*near(str(kind), kinds), "kv")[0]: (*near(str(place), places), "none")[0]
+            for kind, place in value.items()
+        }
+        raise told(
+            required=f"kinds of tensors ({', '.join(kinds)}), and for each a place"
+            f" ({', '.join(places)})",
+            change=f"write {in_yaml(meant)}",
+        )
+    return value
+
+
+OffloadChoice = Annotated[
+    Literal["auto"] | OffloadTarget | dict[OffloadKind | Literal["weights"], OffloadTarget],
+    BeforeValidator(_known_places),
+]
 
 
 def offloads_to(value: object, target: str) -> bool:
@@ -312,8 +340,14 @@ def _once(sources: tuple[Source, ...]) -> tuple[Source, ...]:
 
 def _shared(sources: tuple[Source, ...]) -> tuple[Source, ...]:
     shares = [source.share for source in sources]
-    if any(shares) and (None in shares or abs(sum(filter(None, shares)) - 1) > 0.005):
-        raise PydanticCustomError("share", "a share of every source or of none, together 1")
+    total = sum(filter(None, shares))
+    if any(shares) and (None in shares or abs(total - 1) > 0.005):
+        raise told(
+            required="a share of every source or of none, together 1",
+            change="give each source a share, or write weight instead of share"
+            if None in shares
+            else f"make the shares add up to 1 (they add up to {total:g}), or write weight",
+        )
     return sources
 
 
@@ -795,7 +829,7 @@ class RunConfig(BaseModel):
     model: ModelConfig
     data: DataConfig
     chunks: ChunksConfig = ChunksConfig()
-    offload: OffloadChoice = Field(default="auto", examples=["cpu"])
+    offload: OffloadChoice = Field(default="auto", examples=["none"])
     """Where kept tensors are stored: none (on the device), cpu, disk (needs memory.disk), or a
     mapping of kinds (kv, inputs, attention, graphs) such as {attention: disk}, others on the
     device. {weights: cpu} stores weights, gradients and optimizer states in CPU memory, and alone
@@ -836,6 +870,7 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("train.min_lr", "train.schedule", ("cosine", "linear"), ""),
     ("log.wandb_entity", "log.wandb", (), ""),
     ("log.sample_tokens", "log.samples", (), ""),
+    ("memory.disk_dir", "memory.disk", (), ""),
     ("chunks.stage_layers", "chunks.order", ("layer-first", "auto"), ""),
     ("model.quantize", "model.lora", (), "weights in 4 bits are frozen, only adapters are trained"),
     ("model.quantize", "model.dtype", ("bfloat16", "float32"), "bitsandbytes computes in these"),
@@ -902,6 +937,12 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         "a number: the error of the estimated gradient depends on the size of chunks, so the search"
         " may not choose it",
         "set chunks.size, such as 1024, or remove chunks.sample",
+    )
+    yield (
+        bool(run.log.profile_steps and train.steps and run.log.profile_steps[0] > train.steps),
+        "log.profile_steps and train.steps",
+        "steps that the run takes",
+        f"set log.profile_steps to [1, {train.steps}], or remove it",
     )
     parallel, is_away = run.parallel, offloads_weights(run.offload) is True
     for is_so, key, instead in (

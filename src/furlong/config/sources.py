@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -66,18 +67,22 @@ def file_text(file: Path, noun: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
+        is_binary = isinstance(error, UnicodeDecodeError)
         raise refusal(
             f"{file}: {getattr(error, 'strerror', None) or error}",
-            f"{noun} that can be read",
-            "check the path; paths are relative to the folder you call furlong from",
+            f"{noun}, which is text in UTF-8" if is_binary else f"{noun} that can be read",
+            "name another file, or save this one as text in UTF-8"
+            if is_binary
+            else "check the path; paths are relative to the folder you call furlong from",
             f"the path of {noun}",
         ) from error
 
 
-def read_run_file(file: str) -> dict[str, Any]:
-    """Return the values in a run file, in sections. Raises ConfigError."""
+def read_run_file(file: str, change: str = "mend the line that is named") -> dict[str, Any]:
+    """Return the values in a run file, in sections. Raises ConfigError; `change`: advice for a file
+    that cannot be read as YAML."""
     text = file_text(Path(file), "a run file")
-    values = read_yaml(text, file, "mend the line that is named")
+    values = read_yaml(text, file, change)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         kind = "unnamed keys" if isinstance(values, dict) else f"a {type(values).__name__}"
         given = "an empty file" if values is None else kind
@@ -125,6 +130,9 @@ class FlagParser(argparse.ArgumentParser):
             texts = message.removeprefix(prefix).split()
             names = [text.split("=")[0] for text in texts if text.startswith("--")] or texts[:1]
             raise unknown_flags(names, list(self._option_string_actions), self.prog)
+        if switch := re.fullmatch(r"argument (\S+): ignored explicit argument '(.*)'", message):
+            flag, value = switch.groups()
+            raise refusal(f"{flag}={value}", "a switch, which takes no value", f"write {flag}")
         raise refusal(message, self._takes, f"see {self.prog} --help")
 
 
@@ -158,6 +166,13 @@ def read_flags(parser: FlagParser, arguments: Sequence[str]) -> RunFlags:
             groups[outer].add_argument(
                 f"--{key}", action="append", default=[], metavar=values_in_words(key), help=help
             )
+    known = parser._option_string_actions
+    for text in arguments:
+        name, is_pair, _ = text.partition("=")
+        if is_pair and f"--{name}" in known:
+            raise refusal(text, f"what {parser.prog} --help lists", f"did you mean --{text}?")
+        if name.startswith("--") and " " in text and name not in known:  # argparse: no flag
+            raise unknown_flags([name], list(known), parser.prog)
     parsed = vars(parser.parse_args(arguments))
     texts = {key: parsed.pop(key) for key in all_keys() if f"--{key}" not in own}
     values = {key: _value(key, given) for key, given in texts.items() if given}

@@ -55,7 +55,10 @@ def _preset(stated: list[tuple[int, float]], longest_k: int, **values: Any) -> L
 
 def length_preset(name: str) -> LengthPreset:
     """Return the preset of that name. Raises ConfigError that suggests the nearest name."""
-    return look_up(name, length_presets(), kind="length preset", source="the name of the lengths")
+    instead = "a number of tokens such as 8192, a .json of furlong lengths"
+    return look_up(
+        name, length_presets(), kind="length preset", source="--lengths", instead=instead
+    )
 
 
 def sample_lengths(

@@ -271,7 +271,8 @@ def is_known_model(name: str) -> bool:
 def known_name(name: str) -> str:
     """Return the spelling of a known model's name. Raises ConfigError that suggests the nearest."""
     names = {known: known for known in known_models()}
-    return look_up(name, names, kind="model", source="the model's name")
+    instead = "a config.json, OWNER/NAME of the hub"
+    return look_up(name, names, kind="model", source="the model's name", instead=instead)
 
 
 def known_config(name: str) -> dict[str, Any]:

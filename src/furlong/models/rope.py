@@ -102,7 +102,8 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
         likely = {key: value for key, value in _LIKELY.items() if f"'{key}'" in missing}
         whole = f"set model.rope: {in_yaml(given | likely)}"
         change = whole if likely else "mend or remove model.rope"
-        raise refusal(f"model.rope = {in_yaml(given)}", new[0], change, _SOURCE)
+        required = "keys and values of model.rope that transformers accepts"
+        raise refusal(f"model.rope = {in_yaml(given)}: {new[0]}", required, change, _SOURCE)
 
 
 def check_length(

@@ -68,7 +68,7 @@ class StepSize:
             raise ConfigError(
                 given=f"train.sequences_per_step = {self.sequences:,}",
                 required=f"at most {num_draws:,}, the training {noun}s of an epoch",
-                source="train.sequences_per_step, by default 32",
+                source="train.sequences_per_step (default 32)",
                 change=f"set train.sequences_per_step to {num_draws} or less, add data, or raise"
                 " the weights of its sources",
             )

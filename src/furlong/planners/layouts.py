@@ -66,7 +66,7 @@ def require_replicate(dp: int, replicate: int) -> None:
         raise ConfigError(
             given=f"replicate {replicate} with dp {dp}",
             required="a divisor of dp: each group that holds all weights has as many replicas",
-            source="parallel.replicate, or the sizes of make_ranks, and the number of devices",
+            source="replicate (parallel.replicate) and the number of devices",
             change=f"set parallel.replicate to {gcd(dp, max(1, replicate))}",
         )
 
@@ -131,6 +131,13 @@ def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]
         required = f"sizes that multiply to {count_words(num_devices, 'device')}"
         source = "the sizes of parallel and the number of devices"
         change = f"use {count_words(product, 'device')}, or remove parallel, of which dp takes all"
+        if None in sizes.values():
+            below = num_devices // product * product
+            change = f"use {f'{below} or ' if below else ''}{below + product} devices"
+            fits = ", ".join(map(str, divisors(num_devices)[1:]))
+            set_sizes = [name for name, size in sizes.items() if (size or 1) > 1]
+            if fits and len(set_sizes) == 1:
+                change += f", or set parallel.{set_sizes[0]} to {fits}"
     return ConfigError(given=given, required=required, source=source, change=change)
 
 

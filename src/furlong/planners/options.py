@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NoReturn, get_args
 
-from furlong.errors import ConfigError
+from furlong.errors import NEAR, ConfigError
 from furlong.plan.plan import Keep, Offload, OffloadTarget, Order
 from furlong.planners.spaco import Sampling, sampling_of
 
@@ -112,7 +112,7 @@ def checked_offload(value: object) -> OffloadTarget | Offload:
         return value  # type: ignore[return-value]
     for kind, target in value.items():
         if kind not in OFFLOAD_KINDS:
-            near = difflib.get_close_matches(str(kind), OFFLOAD_KINDS, n=1)
+            near = difflib.get_close_matches(str(kind), OFFLOAD_KINDS, n=1, cutoff=NEAR)
             change = f"did you mean {near[0]}?" if near else f"remove {kind}"
             _refuse("offload", dict(value), f"kinds among {', '.join(OFFLOAD_KINDS)}", change)
         _check_among(f"offload.{kind}", target, _TARGETS)
@@ -131,7 +131,11 @@ def _check_whole(name: str, value: object, lowest: int) -> None:
 
 def _check_among(name: str, value: object, choices: tuple[str, ...], or_else: str = "") -> None:
     if value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+        near = (
+            difflib.get_close_matches(value, choices, n=1, cutoff=NEAR)
+            if isinstance(value, str)
+            else []
+        )
         change = f"did you mean {near[0]}?" if near else "choose one of them"
         _refuse(name, value, f"one of {', '.join(choices)}{or_else}", change)
 

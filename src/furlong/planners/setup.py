@@ -22,6 +22,7 @@ from furlong.errors import ConfigError, in_yaml
 from furlong.planners.options import ChunkOptions
 from furlong.planners.question import MARGIN, Limits
 from furlong.planners.spaco import Sampling
+from furlong.units import format_bytes
 
 if TYPE_CHECKING:
     from furlong.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -99,7 +100,9 @@ def offload_budgets(
         named.append("cpu")
     cpu_bytes = 0 if on_cpu else free_cpu_bytes if cpu == "auto" else cpu
     if on_cpu and (cpu not in ("auto", 0) or "cpu" in named):
-        key, value = ("offload", in_yaml(offload)) if cpu in ("auto", 0) else ("memory.cpu", cpu)
+        key, value = "offload", in_yaml(offload)
+        if cpu != "auto" and cpu:
+            key, value = "memory.cpu", format_bytes(cpu)
         raise ConfigError(
             given=f"{key} = {value} on a CPU",
             required="memory.device alone: on a CPU it is the budget of everything in RAM",

@@ -93,7 +93,7 @@ class Sampling:
     step. None: drawn from torch's generator."""
 
     def __post_init__(self) -> None:
-        is_free, a_rate = self.rule == "unbiased", f"a number from {_LEAST_RATE} to 1, above 0"
+        is_free, a_rate = self.rule == "unbiased", f"a number above 0, from {_LEAST_RATE:g} to 1"
         for name, fits, required in (
             ("rate", _is_within(self.rate, float, _LEAST_RATE, 1), a_rate),
             ("chunks", _is_within(self.chunks, int, 1), "a whole number of at least 1"),
@@ -106,7 +106,9 @@ class Sampling:
             if not fits:
                 raise _unusable(f"{name} = {getattr(self, name)!r}", required)
         if (self.rate is None) == (self.chunks is None):
-            raise _unusable(f"rate = {self.rate}, chunks = {self.chunks}", "one of rate and chunks")
+            change = "give rate or chunks" if self.rate is None else "remove rate or chunks"
+            given = f"rate = {self.rate}, chunks = {self.chunks}"
+            raise _unusable(given, "one of rate and chunks", change)
         for is_wrong, name, required, change in (
             (is_free and self.cap is not None, "cap",
              "no cap: a smaller relay factor would make the estimate biased",
@@ -214,9 +216,11 @@ def _is_within(value: object, kind: type, lowest: float, highest: float = math.i
 def _unusable(
     given: str,
     required: str,
-    change: str = "correct it, or leave sampling out: then the gradient is exact",
+    change: str = "write what is required, or leave sampling out: then the gradient is exact",
 ) -> ConfigError:
-    return ConfigError(given=given, required=required, source="chunks.sample", change=change)
+    return ConfigError(
+        given=given, required=required, source="chunks.sample, or furlong.Sampling", change=change
+    )
 
 
 _Cells = Mapping[tuple[int, int], int]

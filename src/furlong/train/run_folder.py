@@ -37,6 +37,7 @@ from furlong.units import format_bytes
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
 CHECKPOINTS, EXPORT, PROFILE = "checkpoints", "model", "profile"
 STATE, MANIFEST = "state.json", "manifest.json"
+_RESTORE = f"restore {CONFIG} (it is config in every checkpoint's {STATE})"
 _LOCK, _DAMAGED = ".lock", ".damaged"
 # 6: no chunks.sample.check_every_steps.
 FORMAT_VERSION = 6
@@ -135,7 +136,8 @@ def open_run_folder(
                 print(f"nothing to resume in {path}: a new run")
             return RunFolder(path)
         lock_folder(stack, path)
-        saved = _read_run(read_run_file(str(path / CONFIG)), path / CONFIG)
+        values = read_run_file(str(path / CONFIG), f"{_RESTORE}, or mend the line that is named")
+        saved = _read_run(values, path / CONFIG)
         config = _with_own(config, saved)
         changed = differing(saved.model_dump(mode="json"), config.model_dump(mode="json"))
         _check_same(saved, config, path / CONFIG, may_move=True)
@@ -363,7 +365,7 @@ def _check_empty(path: Path, out: str) -> None:
         given, go_on = "holds a run", "go on with it (--resume; in Python resume=True), "
     elif (path / CHECKPOINTS).is_dir():
         given = f"holds checkpoints but no {CONFIG}"
-        go_on = f"restore {CONFIG} (it is in every checkpoint's {STATE}) and go on with --resume, "
+        go_on = f"{_RESTORE} and go on with --resume, "
     raise ConfigError(
         given=f"out = {out}, which {given}",
         required="a folder that does not exist or is empty",
