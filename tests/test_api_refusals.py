@@ -64,6 +64,16 @@ def test_a_divisor_that_is_no_count_is_named(whole: Any, given: Any) -> None:
     assert all(parameter.grad is None for parameter in whole.parameters())
 
 
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [("narrow ids", "input_ids.long()"), ("no labels", "add labels"), ("no tokens", "empty")],
+)
+def test_bad_sequences_are_mended_by_what_is_said(whole: Any, name: str, mend: str) -> None:
+    with pytest.raises(DataError) as caught:
+        furlong.forward_backward(whole, BAD[name][0], OPTIONS)
+    assert mend in caught.value.change
+
+
 @pytest.mark.parametrize("given", [28, torch.tensor(28), np.int64(28)])
 def test_a_divisor_may_be_any_whole_number(whole: Any, given: Any) -> None:
     losses = [

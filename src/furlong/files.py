@@ -32,7 +32,7 @@ _CHANGES = {
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "move the file of that name away"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "check who owns it and its permissions"),
     errno.EISDIR: "move the folder of that name away",
-    errno.ENOENT: "restore it",
+    errno.ENOENT: "check the path, or restore what was there",
     errno.EROFS: "mount the disk for writing",
 }
 

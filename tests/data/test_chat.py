@@ -108,7 +108,6 @@ def test_a_conversation_that_ends_with_its_first_answer_can_be_masked() -> None:
     [
         (ALTERNATING, [SYSTEM, *TURNS], "up to message 5: roles must alternate"),
         ("{{ messages[0].name.first }}", TURNS, "up to message 4"),
-        ("{% for m in messages %}", TURNS, "up to message 4: TemplateSyntaxError: "),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", TURNS, "RecursionError: "),
         (CHATML, [*TURNS, {"role": "bot", "content": "x"}], "message 5 of role 'bot'"),
     ],
@@ -120,6 +119,12 @@ def test_a_conversation_that_the_template_refuses_is_told(
         learnt(messages, template)
     assert reason in caught.value.given
     assert caught.value.source == "a.jsonl:3"
+
+
+@pytest.mark.parametrize("template", ["\n{% for m in messages %}", "\n{{ messages | nope }}"])
+def test_a_template_that_is_not_jinja_is_told_with_its_line(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"line 2(?s:.*)data\.chat_template"):
+        learnt(TURNS, template)
 
 
 def test_tools_reach_the_template() -> None:

@@ -250,7 +250,12 @@ def test_a_record_must_have_the_fields_of_its_shape() -> None:
     assert error.given == "a record with prompt, text (null), content"
     assert "or prompt + completion or instruction + output or text" in error.required
     renaming = refused(decide_format, record(text="x"), {"text": "chapter"})
-    assert (renaming.given, "or chapter" in renaming.required) == ("a record with text", True)
+    assert "a record with text, and data.fields: {text: chapter}" in renaming.given
+    assert "or chapter" in renaming.required and "{text: text}" in renaming.change
+    near = refused(decide_format, record(body="x", id=1), {"text": "boddy"})
+    assert "data.fields: {text: body}" in near.change
+    tables = refused(decide_format, record(v=1, data=[{"text": "x"}]), {})
+    assert "the list of data" in tables.change
     assert "no field" in refused(decide_format, record(), {}).given
     assert "text" in refused(sequences_of, record(messages=[], id=1), "text").required
     renaming = partial(sequences_of, fields={"completion": "y"})

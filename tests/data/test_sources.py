@@ -347,7 +347,7 @@ def test_a_name_is_a_folder_where_no_card_says_more(
         assert [one.path for one in listing.files] == [home / file]
     with pytest.raises(DataError, match="name it of a/b, which holds data, en"):
         list_files(Source(path="a/b", name="it"))
-    with pytest.raises(DataError, match="annot find"):
+    with pytest.raises(DataError, match="no copy of revision v2"):
         list_files(Source(path="a/b", revision="v2"))
     (old,) = list_files(Source(path="a/b", revision="v1", split="train")).files
     assert old.path.name == "old.jsonl"

@@ -183,7 +183,7 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without a tokenizer"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"without a tokenizer[\s\S]*--tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: [\s\S]*--tokenizer"):
         load_tokenizer(str(tmp_path), "--tokenizer")
 
 

@@ -259,6 +259,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         str(dtype): (in_dtype(dtype), f"{UP} is of dtype", "bfloat16")
         for dtype in (torch.int8, torch.float8_e4m3fn, torch.complex64)
     },
+    "a pointer": (
+        replaced(lambda file: file.write_text("version https://git-lfs.github.com/spec/v1")),
+        "Git LFS", "git lfs pull",
+    ),
     "a link to nowhere": (replaced(lambda file: file.symlink_to("no")), "No such file", ""),
     "a link to itself": (replaced(lambda file: file.symlink_to(WEIGHTS)), WEIGHTS, ""),
     "a pipe": (replaced(os.mkfifo), "a pipe or a device", ""),

@@ -121,7 +121,7 @@ def test_weights_of_other_stages_are_not_read(layers, tmp_path, capsys):
     missing = next(name for name in sorted(own) if f"layers.{layers[0]}." in name)
     kept = {n: x for n, x in tensors.items() if n in own - {missing}} | {"stray": torch.ones(2)}
     save_file(kept, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=f"lacks 1 weights, {missing}"):
+    with pytest.raises(ConfigError, match=f"lacks 1 weight, {missing}"):
         build_model(weights, layers=layers)
     save_file(kept | {missing: tensors[missing]}, file, metadata={"format": "pt"})
     build_model(weights, layers=layers)

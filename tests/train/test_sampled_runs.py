@@ -135,7 +135,7 @@ def test_what_changes_the_estimate_holds_for_the_whole_run(
         capsys.readouterr()
         assert main(tiny_run.arguments(run, *once, flag, "--resume")) == 2
         message = capsys.readouterr().err
-        assert named in message and "free are, but for a sample" in message
+        assert named in message and "chunks.sample is set" in message
     free = [HALF[0].replace("}", ", report_loss: true}"), "--chunks.keep=kv"]
     assert main(tiny_run.arguments(run, *once, *free, "--resume")) == 0
 

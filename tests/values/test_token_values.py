@@ -119,11 +119,11 @@ BAD: dict[str, Bad] = {
     "labels of a batch": (
         [a(labels=torch.arange(6)[None])], {}, "labels int64 (1, 6)", "without a batch axis",
     ),
-    "no ids": ([{"ids": torch.arange(6)}], {}, "input_ids of type NoneType", "one dict"),
+    "no ids": ([{"ids": torch.arange(6)}], {}, "input_ids of type NoneType", "add input_ids"),
     "extras of another length": (
         [a(old=torch.zeros(5))], {}, "6 tokens with old float32 (5,)", "pad old with zeros",
     ),
-    "an extra that is no tensor": ([a(old=[0.0] * 6)], {}, "old of type list", "pad old"),
+    "an extra that is no tensor": ([a(old=[0.0] * 6)], {}, "old of type list", "torch.tensor"),
     "extras of one sequence alone": (
         [a(), a(old=torch.zeros(6))], {}, "same extras", "each sequence every extra",
     ),
@@ -171,7 +171,7 @@ BAD: dict[str, Bad] = {
         "leave sample out",
     ),
     "other gradients": ([a()], {"gradients": "summed"}, "gradients='summed'", "added adds"),
-    "no options": ([a()], {"options": None}, "ChunkOptions of type NoneType", "ChunkOptions("),
+    "no options": ([a()], {"options": None}, "None, of type NoneType", "ChunkOptions("),
     "an id without an embedding": (
         [{"input_ids": torch.tensor([4, 96])}], {}, "token id 96", "resize_token_embeddings",
     ),

@@ -42,7 +42,7 @@ from furlong.families import SPECIAL_TOKENS
 from furlong.kv.pools import Storage
 from furlong.models.build import build_model, read_config
 from furlong.models.describe import describe
-from furlong.models.folder import check_folder
+from furlong.models.folder import check_folder, check_folder_files
 from furlong.models.shrink import keep_layers, with_text
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
@@ -140,13 +140,15 @@ def default_config() -> Any:
     return AutoConfig.for_model(**known_models()["Qwen2.5-0.5B"]["config"])
 
 
-def config_of(name: str) -> Any:
+def config_of(name: str, source: str = "model.name") -> Any:
     """Read the config of a config.json, of the folder that holds it, or of a model on the hub.
 
-    Raises ConfigError if it cannot be read.
+    Raises ConfigError if it cannot be read. `source`: the key or argument that held the name.
     """
     path = Path(name).expanduser()
     folder = path.parent if path.name == "config.json" else path
+    if folder.is_dir():
+        check_folder_files(folder, source)
     return read_config(check_folder(str(folder)))
 
 

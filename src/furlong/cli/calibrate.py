@@ -44,7 +44,8 @@ def run(arguments: Sequence[str]) -> int:
     model = config.model.name if config else subject
     with processes(device) as is_first:
         machine, results = calibrate(
-            default_config() if model is None else config_of(model), dtype=dtype, device=device,
+            default_config() if model is None else config_of(model, "MODEL"),
+            dtype=dtype, device=device,
             disk_dir=folder, tell=lambda words: print(words, flush=True) if is_first else None,
         )  # fmt: skip
     if not is_first:

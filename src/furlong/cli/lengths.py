@@ -109,7 +109,7 @@ def _of_data(chosen: argparse.Namespace) -> tuple[Lengths, str]:
     from furlong.models.folder import check_name
 
     sources = [Source(path=path, name=chosen.name, split=chosen.split) for path in chosen.data]
-    tokenizer: Any = NoTokenizer("data without --tokenizer")
+    tokenizer: Any = NoTokenizer("data without --tokenizer", "add --tokenizer T, an id or a folder")
     if chosen.tokenizer is not None:
         check_name(chosen.tokenizer, "--tokenizer")
         tokenizer = load_tokenizer(chosen.tokenizer, "--tokenizer")

@@ -50,7 +50,7 @@ from furlong.files import checksum, os_errors_told, user_cache, whole_folder, wr
 # 14: a stop that begins the next message follows an answer.
 CACHE_VERSION = 14
 
-_SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
+CACHE_KEY = "data.cache_dir (default: furlong in the user's cache directory)"
 _MANIFEST = "manifest.json"
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
@@ -228,7 +228,7 @@ def creating_folder(folder: Path) -> Iterator[None]:
         os_errors_told,
         ConfigError,
         required="a folder with space for 4 to 8 bytes per token",
-        source=_SOURCE,
+        source=CACHE_KEY,
         or_else=", or set data.cache_dir to another folder",
     )
     with told():

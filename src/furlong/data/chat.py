@@ -720,6 +720,13 @@ class _Template:
             )
         except Exception as error:  # a template is a program, and may fail in any way
             reason = in_short(error)
+            if type(error).__name__ in ("TemplateSyntaxError", "TemplateAssertionError"):
+                raise ConfigError(
+                    given=f"a chat template, line {vars(error)['lineno']}: {reason}",
+                    required="a template of Jinja",
+                    source=f"data.chat_template, or the tokenizer {self._tokenizer.name_or_path}",
+                    change="correct that line, or set data.chat_template to another template",
+                ) from error
             if type(error).__name__ != "TemplateError":  # raise_exception(...) in the template
                 reason = f"{type(error).__name__}: {reason}"
             part = "the prompt behind" if prompt else "the conversation up to"
@@ -728,7 +735,8 @@ class _Template:
                 f" {self._tokenizer.name_or_path} refuses, {part} message {len(turns)}: {reason}",
                 required="messages in the order that the template expects",
                 source=own.origin,
-                change="mend or remove the record, or change the tokenizer's chat template",
+                change="mend or remove the record, or change the template (data.chat_template, or"
+                " else the tokenizer's)",
             ) from error
         return str(text)
 

@@ -406,11 +406,14 @@ class DataSet:
         )
 
     def _nothing_to_learn(self) -> DataError:
+        told = f", {count_words(len(self), 'sequence')} without a label" if len(self) else ""
+        told += (
+            (f", {self.above['drop']:,} dropped" if self.above["drop"] else "")
+            + (f", {count_words(self.num_short, 'sequence')} too short" if self.num_short else "")
+            + "".join(left_out(part.notes["left_out"], part.listing) for part in self.parts)
+        )
         return nothing_to_learn(
-            f"{count_words(len(self), 'sequence')} without a label"
-            + (f", {self.above['drop']:,} dropped" if self.above["drop"] else "")
-            + (f", {self.num_short:,} too short" if self.num_short else "")
-            + "".join(left_out(part.notes["left_out"], part.listing) for part in self.parts),
+            told.removeprefix(", ") or "no sequence",
             self._key,
             "lower data.min_len" if self.num_short
             else "raise data.max_seq_len" if self.above.total()

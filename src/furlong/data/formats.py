@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +35,7 @@ from furlong.data.records import BLANK, Notes, SourceRecord, is_message
 from furlong.data.sources import printable
 from furlong.data.tokenize import IGNORE_INDEX, Encoded, Item, NoTokenizer, Rendered, tokenized
 from furlong.data.unread import SAID, Unread
-from furlong.errors import DataError, in_short
+from furlong.errors import DataError, in_short, in_yaml
 
 _INT32 = np.iinfo(np.int32)
 _INTO_PROMPT = {
@@ -437,8 +438,18 @@ def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}
     given = [printable(name) + null.get(name, "") * (name in FIELDS) for name in known[:12]]
     name = "name the data's fields in data.fields"
     change = f"{name}, such as {{text: chapter}}, or set data.format to the records' shape"
+    absent = {own: theirs for own, theirs in names.items() if theirs not in record.fields}
+    tables = [
+        n for n, v in record.fields.items()
+        if isinstance(v, list) and v and all(isinstance(x, Mapping) for x in v)
+    ]  # fmt: skip
     pair = {own: next((n for n in record.fields if n.startswith(own)), "") for own in _PAIR}
-    if all(pair.values()):
+    if absent:
+        given.append(f"and data.fields: {in_yaml(absent)}")
+        own, theirs = next(iter(absent.items()))
+        near = get_close_matches(theirs, record.fields, n=1) or known
+        change = f"set data.fields: {in_yaml({own: near[0]})}, or another field of the records"
+    elif all(pair.values()):
         fields = ", ".join(f"{own}: {theirs}" for own, theirs in pair.items() if own != theirs)
         changes = [f"set data.fields: {{{fields}}}"] * bool(fields)
         changes += ["set train.loss to dpo, for pairs of answers"] * (formats != ("preference",))
@@ -453,6 +464,8 @@ def _lacks(record: SourceRecord, *formats: Format, names: Mapping[str, str] = {}
         change = f"set data.fields: {{{found}}}, if that is what they are"
     elif is_message(record.fields):
         change = 'write each conversation as one record: {"messages": [...]}, or as one .json file'
+    elif tables:
+        change = f"write the list of {printable(tables[0])} alone into a file"
     return record.refusal(
         f"a record with {', '.join(given) or 'no field'}", f"the fields {required}", change
     )

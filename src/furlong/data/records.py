@@ -422,7 +422,9 @@ def is_message(value: Any) -> bool:
 def _broken(file: SourceFile, at: int, text: str, error: Exception) -> DataError:
     reason = str(error)
     if isinstance(error, json.JSONDecodeError):
-        reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        at_char = min(error.pos, len(error.doc.rstrip()))  # not in a line after the last one
+        column = at_char - error.doc.rfind("\n", 0, at_char)
+        reason = f"{error.msg.removesuffix(' at')} at column {column}"
     return DataError(
         given=f"{in_short(text, 60)!r}: {reason}",
         required=_REQUIRED.get(file.kind, _A_TABLE),

@@ -27,7 +27,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, Valida
 
 from furlong.config.schema import Source
 from furlong.config.sources import read_yaml
-from furlong.errors import DataError, in_short
+from furlong.errors import DataError, first_line, in_short
 
 FileFormat = Literal["text", "json lines", "json", "csv", "tsv", "parquet", "arrow", "dataset"]
 Codec = Literal["gzip", "zstd", "bz2"]
@@ -401,8 +401,11 @@ def _fetched(meant: _Meant) -> list[SourceFile]:
         return files
     except (OSError, client_error(), hub.HFValidationError) as error:
         here = "" if source.path.startswith(_HUB) else "nothing of that name is here, and the hub: "
+        is_offline = isinstance(error, hub.LocalEntryNotFoundError)
+        of = f" of revision {source.revision}" * (source.revision is not None)
+        why = f"no connection, and no copy{of} in its cache" if is_offline else first_line(error)
         raise meant.refusal(
-            f"{printable(source.path)}: {here}{str(error).strip().splitlines()[0]}",
+            f"{printable(source.path)}: {here}{why}",
             f"a file, a folder, or a data set of the hub: OWNER/NAME, {_HUB}OWNER/NAME"
             " or the same with /FOLDER behind it",
             "check the name and the connection, log in (hf auth login) if it is closed, or"

@@ -35,7 +35,7 @@ import psutil
 import xxhash
 
 from furlong.config.schema import DataConfig, Source
-from furlong.data.cache import cache_key, creating_folder
+from furlong.data.cache import CACHE_KEY, cache_key, creating_folder
 from furlong.data.dataset import (
     SEQUENCES,
     SPLIT,
@@ -214,7 +214,7 @@ class SharedBlocks:
                 raise DataError(
                     given=f"{self._folder}, which is gone",
                     required="the blocks of the process that reads data.train for this one",
-                    source="data.cache_dir, by default furlong in the user's cache directory",
+                    source=CACHE_KEY,
                     change="leave it there while the run trains, and see what that process says",
                 )
             time.sleep(look_s)

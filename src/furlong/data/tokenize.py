@@ -20,6 +20,7 @@ from furlong.config.schema import DataConfig, RunConfig
 from furlong.data.records import MAX_TEXT_BYTES, Notes, SourceRecord, too_large
 from furlong.data.training_templates import template_text
 from furlong.errors import ConfigError, first_line
+from furlong.files import read_object
 from furlong.models.folder import CONFIG, GENERATION, check_name, hushed, model_file
 
 IGNORE_INDEX = -100
@@ -152,7 +153,13 @@ def load_tokenizer(
         for file in sorted(home.glob(pattern))
         if file.is_file()
     }
+    mend = "download or save the tokenizer's files once more"
+    for file in files if cause is not None else ():
+        if file.endswith(".json"):
+            read_object(home / file, source=source, change=mend)
     flags, what = json.loads(files.get(_CONFIG, b"{}")), ""
+    if not files and folder.is_dir():
+        reason = "there are no files of one"
     if "tokenizer.json" in files and type(tokenizer) is not PreTrainedTokenizerFast:
         other = tokenizer
         try:
@@ -284,8 +291,12 @@ class NoTokenizer:
     is_fast, eos_token_id, chat_template = True, None, None
     source_files: Mapping[str, bytes] = {}
 
-    def __init__(self, given: str) -> None:
-        self.given = given
+    def __init__(
+        self,
+        given: str,
+        change: str = "save the model's tokenizer into its folder, name one in model.tokenizer",
+    ) -> None:
+        self.given, self.change = given, change
 
     def refusal(self, source: str, also: str = "") -> ConfigError:
         """Return the error of a run that needs a tokenizer; `also` is one more change to offer."""
@@ -293,8 +304,7 @@ class NoTokenizer:
             given=self.given,
             required="a tokenizer for texts and messages; records of token ids need none",
             source=source,
-            change="save the model's tokenizer into its folder, name one in model.tokenizer (of"
-            f" files alone add --tokenizer T), or {also or 'give token ids (input_ids)'}",
+            change=f"{self.change}, or {also or 'give token ids (input_ids)'}",
         )
 
 

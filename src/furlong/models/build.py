@@ -77,7 +77,7 @@ from furlong.models.rope import apply_rope, check_length, check_rope
 from furlong.models.shrink import own_key
 from furlong.models.support import refuse_config
 from furlong.ops.backends.select import is_of_machine, is_out_of_memory
-from furlong.units import format_bytes, format_count
+from furlong.units import count_words, format_bytes, format_count
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -101,8 +101,8 @@ def check_weight_files(source: str, *, are_packed: bool = False) -> None:
     missing = [name for name in names if not (folder / name).exists()]
     if missing and names != [WEIGHTS]:
         raise _no_weights(
-            f"{folder} without {len(missing)} of the {len(names)} files that {INDEX} lists,"
-            f" {missing[0]} among them"
+            f"{folder} without {len(missing)} of the {count_words(len(names), 'file')} that {INDEX}"
+            f" lists: {missing[0]}{', ...' * (len(missing) > 1)}"
         )
     for name in names:
         _check_header(folder / name, are_packed)
@@ -141,6 +141,11 @@ def _check_header(file: Path, are_packed: bool) -> None:
         with safe_open(str(file), framework="pt") as opened:
             dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
+        with file.open("rb") as raw:
+            is_pointer = raw.read(40).startswith(b"version https://git-lfs")
+        if is_pointer:
+            change = "run git lfs pull in its folder"
+            raise _no_weights(f"{file}, which is a pointer of Git LFS", change) from error
         what = f"{file}, which is cut off or no safetensors file: {reason(error)}"
         raise _no_weights(what) from error
     for name, dtype in dtypes.items():
@@ -945,7 +950,8 @@ def _load_weights(
     others_ = sorted(name for name, *_ in loaded["mismatched_keys"])
     for what, names in (("lacks", lacking), ("has in another shape", others_)):
         if names:
-            given = f"{source} {what} {len(names)} weights, {names[0]} among them"
+            given = f"{source} {what} {count_words(len(names), 'weight')}, {names[0]}"
+            given += " among them" * (len(names) > 1)
             raise model_error(given, _WHOLE_WEIGHTS, _USE_WHOLE)
     _require_tied(model, source)
     settle(model, dtype)

@@ -240,14 +240,14 @@ def check_files(name: str, revision: str | None = None) -> None:
     read_object(folder / CONFIG, source="model.name", change=_MEND)
 
 
-def check_folder_files(folder: Path) -> None:
+def check_folder_files(folder: Path, source: str = "model.name") -> None:
     """Raise ConfigError for a folder that is not one whole model with a config.json."""
     if (folder / ADAPTER).exists():
         raise with_adapters(str(folder))
     if not (folder / CONFIG).is_file():
-        change = f"point model.name at the folder that holds {CONFIG}"
+        change = f"point {source} at the folder that holds {CONFIG}"
         required = "the folder of a Hugging Face model"
-        raise model_error(f"{folder} without {CONFIG}", required, change)
+        raise model_error(f"{folder} without {CONFIG}", required, change, source)
     check_readable(folder / CONFIG)
 
 

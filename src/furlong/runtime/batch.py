@@ -278,11 +278,14 @@ def _shift(
     input_ids, labels = sequence.get("input_ids"), sequence.get("labels")
     if labels is None and (not needs_labels or WEIGHTS in own):
         labels = input_ids
-    if not _is_token_vector(input_ids) or not _is_token_vector(labels) or not len(input_ids):
-        raise refused_data(
-            f"{name} with input_ids {shown(input_ids)}, labels {shown(labels)}",
-            "input_ids and labels as dense int64 tensors of one shape (T,), T at least 1",
-        )
+    for key, x in (("input_ids", input_ids), ("labels", labels)):
+        if not _is_token_vector(x) or (key == "input_ids" and not len(x)):
+            raise refused_data(
+                f"{name} with input_ids {shown(input_ids)}, labels {shown(labels)}",
+                "input_ids and labels as dense int64 tensors of one shape (T,), T at least 1",
+                _as_token_vector(key, x),
+            )
+    assert input_ids is not None and labels is not None
     if input_ids.shape != labels.shape:
         raise refused_data(
             f"{name} with {len(input_ids)} input_ids and {len(labels)} labels",
@@ -356,9 +359,25 @@ def count_valid_tokens(sequences: Sequence[ShiftedSequence]) -> int:
     return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in sequences)
 
 
+_ONE_DICT = "pass one dict per sequence, unpadded, without a batch axis"
+
+
 def _is_token_vector(x: Any) -> TypeGuard[Tensor]:
     is_dense = isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
     return is_dense and x.dtype == torch.int64 and x.ndim == 1
+
+
+def _as_token_vector(key: str, x: Any) -> str:
+    """Return how to make a vector of int64 of `x`, which was passed as `key`."""
+    if x is None:
+        return f"add {key}" + ", a copy of input_ids with -100 where a token has no loss" * (
+            key == "labels"
+        )
+    if not isinstance(x, Tensor):
+        return f"pass {key} as torch.tensor([...], dtype=torch.int64) of token ids"
+    if x.ndim != 1 or x.is_meta or x.layout != torch.strided:
+        return _ONE_DICT
+    return f"pass {key}.long()" if x.dtype != torch.int64 else "leave empty sequences out"
 
 
 def shown(x: object) -> str:
@@ -369,11 +388,7 @@ def shown(x: object) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} {where}"
 
 
-def refused_data(
-    given: str,
-    required: str,
-    change: str = "pass one dict per sequence, unpadded, without a batch axis",
-) -> DataError:
+def refused_data(given: str, required: str, change: str = _ONE_DICT) -> DataError:
     source = "the sequences that were passed"
     return DataError(given=given, required=required, source=source, change=change)
 
@@ -497,7 +512,9 @@ def _require_extras(name: str, sequence: ShiftedSequence, first: Mapping[str, An
             raise refused_data(
                 f"{what} {shown(x)}",
                 f"a tensor {shape}: entry t is about token t, of one shape in all sequences",
-                f"pad {key} with zeros where a token has none",
+                f"pad {key} with zeros where a token has none"
+                if isinstance(x, Tensor)
+                else f"pass {key} as torch.tensor([...])",
             )
         if x.requires_grad:
             raise refused_data(

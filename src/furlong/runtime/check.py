@@ -49,6 +49,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from furlong.errors import ElsewhereError, UnsupportedModelError, UserError
 from furlong.families import (
@@ -224,11 +225,14 @@ def _check(model: HFDecoder, backend: Backend, agree: Agree = dict) -> float:
         with _refused(model, *_WHOLE):
             truth = trial.whole()
         if not all(bool(value.isfinite().all()) for value in truth.values()):
+            whole = ((n, p) for n, p in model.base.named_parameters() if not isinstance(p, DTensor))
+            odd = next((name for name, p in whole if not bool(p.isfinite().all())), "")
             raise check_failure(
                 model,
-                "computes values that are not finite, without chunks too",
+                "computes values that are not finite, without chunks too"
+                + (f": its {odd} holds NaN or infinity" if odd else ""),
                 "finite weights, hidden states, logits and gradients",
-                "look at its weights and its config, or compute in a wider type",
+                f"replace {odd}, or the model's files" if odd else "compute in a wider type",
             )
         with _refused(model, *_IN_CHUNKS):
             errors, most = _compare(trial, truth)

@@ -13,7 +13,6 @@ from furlong.runtime.batch import ShiftedSequence, refused_data, shown
 
 # Keys that collators add for varlen kernels; position_ids determine them.
 IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-_PADDED = "pad or pack as TRL does"
 _CARRIES_PADDING = {"recurrent_gemma"}
 """Model types whose recurrent layers ignore the attention mask, so padding enters their states."""
 
@@ -46,7 +45,10 @@ def read_padded(
         DataError: For other arguments, and for labels that padding tokens would predict.
     """
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or not input_ids.numel():
-        raise refused_data(f"input_ids {shown(input_ids)}", "token ids of shape (B, T)", _PADDED)
+        raise refused_data(
+            f"input_ids {shown(input_ids)}", "token ids of shape (B, T)",
+            "pass one sequence per row, or pack several (input_ids[None], and position_ids)",
+        )  # fmt: skip
     positions = _positions(input_ids, position_ids)
     bounds = _bounds(input_ids, attention_mask)
     predicted = torch.full(input_ids.shape, IGNORE_INDEX, device="cpu")  # by each token: the next
@@ -63,14 +65,18 @@ def read_padded(
             raise refused_data(
                 f"position_ids that jump within row {index}, beside {beside}",
                 "positions that go on by 1: there transformers takes a row for one sequence",
-                "leave the attention_mask out of packed rows, and pass use_cache=False",
+                "leave the attention_mask out of packed rows" * (attention_mask is not None)
+                + ", and " * (attention_mask is not None and has_cache)
+                + "pass use_cache=False" * has_cache,
             )
         for a, b in pairwise([start, *(breaks + start).tolist(), stop]):
             first = int(positions[index, a])
             sequences.append(ShiftedSequence(input_ids[index, a:b], predicted[index, a:b], first))
             cells.append(index * input_ids.shape[1] + a)
     if any(sequence.first_position < 0 for sequence in sequences):
-        raise refused_data("position_ids below 0", "positions from 0 on", _PADDED)
+        raise refused_data(
+            "position_ids below 0", "positions from 0 on", "count each sequence's positions from 0"
+        )
     is_padded = attention_mask is not None and not bool(attention_mask[:, 0].all())
     if model_type in _CARRIES_PADDING and is_padded:
         raise refused_data(
@@ -117,7 +123,9 @@ def _bounds(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, int]]:
             raise refused_data(
                 f"an attention_mask with {'holes' if len(inside) else 'no token'} in row {index}",
                 "one run of ones per row, zeros before or behind it",
-                _PADDED,
+                "pad at the ends of rows; packed rows: position_ids, without an attention_mask"
+                if len(inside)
+                else "leave the row out",
             )
         bounds.append((int(inside[0]), int(inside[-1]) + 1))
     return bounds

@@ -127,5 +127,6 @@ def _refusal(kernels: str, what: str) -> ConfigError:
         required=f"the package {packages[kernels]}, a GPU, a whole model in each process, and "
         "kernels that agree with the model's own modules",
         source="model.kernels",
-        change="set model.kernels: none",
+        change="set model.kernels: none"
+        + f", or pip install {packages[kernels]}, on a GPU" * ("ModuleNotFound" in what),
     )

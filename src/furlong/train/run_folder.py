@@ -32,7 +32,7 @@ from furlong.files import TEMPORARY, checksum, os_errors_told
 from furlong.plan.plan import Layout
 from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
-from furlong.units import format_bytes
+from furlong.units import count_words, format_bytes
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
 CHECKPOINTS, EXPORT, PROFILE = "checkpoints", "model", "profile"
@@ -242,10 +242,10 @@ def _check_same(saved: RunConfig, config: RunConfig, source: Path, *, may_move: 
         shown = [f"{key} = {new!r}, the run has {old!r}" for key, (old, new) in refused.items()]
         raise ConfigError(
             given="; ".join(shown),
-            required="the config of the run that is resumed; free are, but for a sample,"
-            f" {', '.join(_FREE_KEYS)}",
+            required="the config of the run that is resumed; a resume may change"
+            f" {', '.join(_FREE_KEYS)} (chunks not if chunks.sample is set)",
             source=str(source),
-            change="take the run's own values, or another out for another run",
+            change="take the run's values, or set out to another folder for a new run",
         )
 
 
@@ -400,7 +400,7 @@ def check_creatable(path: Path, key: str) -> None:
     before work whose results would be lost."""
     try:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        reason = None if there.is_dir() else f"{there} is no folder"
+        reason = None if there.is_dir() else f"{'it' if there == path else there} is no folder"
         if there != path and not reason and not os.access(there, os.W_OK | os.X_OK):
             reason = f"{there} cannot be written to"
     except OSError as error:
@@ -436,12 +436,14 @@ def check_room(
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
+        saved = f"{count_words(num_checkpoints, 'checkpoint')} of {format_bytes(each_bytes)} and "
+        keys, none = ", train.save_every_steps", ", or train.save_every_steps: 0 for no checkpoint"
         raise CheckpointError(
             given=f"{format_bytes(free)} free on the disk of {path}",
-            required=f"{format_bytes(needed)}: {num_checkpoints} checkpoints of"
-            f" {format_bytes(each_bytes)} and the model of {format_bytes(weight_bytes)}",
-            source="out, train.save_every_steps and train.num_checkpoints",
-            change="make room, set out to another disk, or train.save_every_steps: 0 for none",
+            required=f"{format_bytes(needed)}: {saved * bool(num_checkpoints)}the model of"
+            f" {format_bytes(weight_bytes)}",
+            source="out" + f"{keys} and train.num_checkpoints" * bool(num_checkpoints),
+            change=f"make room, or set out to another disk{none * bool(num_checkpoints)}",
         )
 
 

@@ -14,6 +14,7 @@ from furlong.runtime.distributed.fsdp import freed_behind_passes, sharded_module
 from furlong.runtime.distributed.fsdp import reshard as free_all
 from furlong.runtime.rng import RNGState
 from furlong.train.evaluation import evaluating
+from furlong.units import count_words
 
 
 def encode_prompts(config: RunConfig, tokenizer: Any) -> list[tuple[str, list[int]]]:
@@ -32,8 +33,11 @@ def encode_prompts(config: RunConfig, tokenizer: Any) -> list[tuple[str, list[in
         if not 0 < len(ids) <= most:
             raise _refused(
                 number,
-                given=f"{len(ids)} tokens",
-                required=f"1 to {most}: data.max_seq_len less log.sample_tokens",
+                given=count_words(len(ids), "token")
+                + f" with log.sample_tokens = {config.log.sample_tokens}" * (most < 1),
+                required=f"1 to {most}: data.max_seq_len less log.sample_tokens"
+                if most > 0
+                else f"log.sample_tokens below data.max_seq_len = {config.data.max_seq_len}",
                 change="lower log.sample_tokens, or raise data.max_seq_len"
                 if ids
                 else "give another text",
