@@ -68,7 +68,7 @@ def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:
     assert_refused(folder, "without a tokenizer", capsys)
     # For some families transformers then makes one that knows nothing but special tokens.
     transformers.Qwen2Config(**TINY, num_key_value_heads=2).save_pretrained(folder)
-    assert_refused(folder, "without a tokenizer: there is no vocabulary", capsys)
+    assert_refused(folder, "without a tokenizer", capsys)
     (folder / "tokenizer.json").write_text('{"model": 1}')
     assert_refused(folder, "without a tokenizer", capsys)
 
