@@ -397,6 +397,7 @@ _TRIED = "tried on the record before it is offered"
 _USAGE = "no change: how a verb is called"
 _DURING = "while a run takes its steps"
 _PYTHON = "a call in Python"
+_OWN_TEMPLATE = "a template of the user's own"
 _SP = "of several processes with a model whose attention they cannot share"
 _NEEDS = "needs what no test has: "
 ELSEWHERE = {
@@ -415,9 +416,12 @@ ELSEWHERE = {
     "config/messages.py: a run: its file": _USAGE,
     "config/messages.py: set model.config": "a value that only the user knows",
     "config/recipes.py: keep the script": _PYTHON,
+    "data/chat.py: correct that line": _OWN_TEMPLATE,
+    "data/chat.py: mend or remove": _OWN_TEMPLATE,
     "data/chat.py: set data.chat_template": _TRIED,
     "data/chat.py: set data.train_on": _TRIED,
     "data/formats.py: set data.chat_template": "conversations under a loss of pairs",
+    "data/formats.py: set data.fields": "a field that only the user knows",
     "data/sources.py: a file, a folder": "no change: what is required",
     "integrations/transformers.py: leave": _PYTHON,
     "kv/disk.py: make room there": f"{_NEEDS}a full disk",
@@ -430,6 +434,7 @@ ELSEWHERE = {
     "models/folder.py: name their base": f"{_NEEDS}an adapter of peft",
     "models/quantized.py: name the checkpoint": f"{_NEEDS}a checkpoint with vision in 4 bits",
     "models/quantized.py: remove model.quantize, or": f"{_NEEDS}weights",
+    "models/support.py: leave it out": _PYTHON,
     "ops/attention.py: use parallel": _SP,
     "planners/question.py: use shorter": "activations above the memory of many devices",
     "planners/search.py: leave chunks.method": "adapters over the last stage alone",
@@ -441,7 +446,7 @@ ELSEWHERE = {
     "train/memory.py: set chunks.size": _DURING,
     "train/objective.py: , raise train.max_loss": _DURING,
     "train/objective.py: look at these": _DURING,
-    "train/run_folder.py: make room": f"{_NEEDS}a full disk",
+    "train/run_folder.py: the config of": "no change: what is required",
     "train/run_model.py: leave chunks.method": "a model that is counted by no description",
     "train/run_model.py: leave the longer": f"{_NEEDS}a checkpoint",
     "train/start.py: pip install": f"{_NEEDS}an environment without the package",
