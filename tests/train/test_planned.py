@@ -37,7 +37,6 @@ def plan(tmp_path: Path, values: dict[str, Any], *flags: str, length: int = 48) 
           "output_router_logits": True}, "--model.config={output_router_logits: false}"),
         ({"model_type": "gptj", "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4,
           "n_inner": 48, "vocab_size": 96, "attn_pdrop": 0.0}, ""),
-        ({"model_type": "gemma3", "text_config": PLAIN}, ""),
         ({"model_type": "gpt2", **TINY, "n_positions": 64, "attn_pdrop": 0.1},
          "--model.config={attn_pdrop: 0}"),
     ],
