@@ -136,8 +136,11 @@ def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]
             change = f"use {f'{below} or ' if below else ''}{below + product} devices"
             fits = ", ".join(map(str, divisors(num_devices)[1:]))
             set_sizes = [name for name, size in sizes.items() if (size or 1) > 1]
-            if fits and len(set_sizes) == 1:
-                change += f", or set parallel.{set_sizes[0]} to {fits}"
+            change += (
+                f", or set parallel.{set_sizes[0]} to {fits}"
+                if fits and len(set_sizes) == 1
+                else ", or remove parallel, of which dp takes all"
+            )
     return ConfigError(given=given, required=required, source=source, change=change)
 
 
