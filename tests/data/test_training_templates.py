@@ -337,7 +337,7 @@ def test_what_a_thinking_model_would_generate_is_learnt(
         f"{thought if 'reasoning_content' in turn else plain}{turn['content']}{stop}"
         for turn in answers
     ]
-    assert said == wanted[-1:] if train_on == "last" else wanted
+    assert said == (wanted[-1:] if train_on == "last" else wanted)
     assert text.endswith(wanted[-1])
     template = ChatTemplate(byte_tokenizer(of_trl(name)))._of(of_trl(name))
     # before the last answer thoughts are the template's matter, but in DeepSeek's they stay
