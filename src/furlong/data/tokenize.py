@@ -202,7 +202,8 @@ def _stop_tokens(tokenizer: Any, path: str, revision: str | None) -> tuple[str, 
             given = None if file is None else json.loads(file.read_bytes()).get("eos_token_id")
             ids = [id for id in (given if isinstance(given, list) else [given]) if type(id) is int]
             if ids:
-                tokens = tokenizer.convert_ids_to_tokens([id for id in ids if 0 <= id < len(tokenizer)])
+                known = [id for id in ids if 0 <= id < len(tokenizer)]
+                tokens = tokenizer.convert_ids_to_tokens(known)
                 return tuple(str(token) for token in tokens if token is not None)
     return ()
 
