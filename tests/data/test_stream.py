@@ -179,6 +179,20 @@ def test_what_decides_which_sequences_come_is_in_the_fingerprint(folder: Path) -
     assert len(set(found)) == 4
 
 
+def test_stops_are_in_the_fingerprint_of_conversations_alone(tmp_path: Path) -> None:
+    own = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "a"}))
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": own}))
+    tokenizer = byte_tokenizer("{% for m in messages %}<|im_end|>{{ m.content }}{% endfor %}")
+    for name, number in (("text", 1), ("chat", 2)):
+        found = set[str]()
+        for tokenizer.stop_tokens in ((), ("<|im_end|>",)):
+            given = {"train": str(tmp_path / f"{name}.jsonl"), "streaming": True}
+            data = StreamSet(DataConfig.model_validate(given), tokenizer)
+            found.add(data.fingerprint["the order of the sequences"])
+        assert len(found) == number
+
+
 def test_a_file_of_two_sources_is_refused_with_advice_for_streams(folder: Path) -> None:
     half = {"path": str(folder / "0.jsonl"), "share": 0.5}
     with pytest.raises(DataError, match="two sources name") as caught:

@@ -478,11 +478,16 @@ def test_a_stop_that_begins_the_next_message_is_learnt(tmp_path: Path) -> None:
     found = ChatTemplate(plain).render(Turns("x", turns))
     assert plain.stop_tokens == () and not any(said.endswith(STOPS) for said in learnt(found))
     assert any("eot_tokens: [<|user|>]" in note for note in found.notes)
-    ids = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids([*STOPS])]
+    ids = [-1, tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids([*STOPS]), 2**40]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     loaded = load_tokenizer(str(tmp_path))
     assert loaded.stop_tokens == ("<end>", *STOPS)
-    assert tokenizer_checksum(loaded) != tokenizer_checksum(plain)
+    for by_template in (False, True):
+        sums = {tokenizer_checksum(one, by_template=by_template) for one in (plain, loaded)}
+        assert len(sums) == 1 + by_template
+    loaded.stop_tokens = ("<end>", "<|im_end|>")  # the EOS, and a token that is not in the template
+    assert tokenizer_checksum(loaded) == tokenizer_checksum(plain)
+    loaded.stop_tokens = ("<end>", *STOPS)
     stopped = ChatTemplate(loaded).render(Turns("x", turns))
     assert [said.endswith(STOPS) for said in learnt(stopped)] == [True] * 3
     assert stopped.text == f"{found.text}<|user|>" and stopped.notes == ()

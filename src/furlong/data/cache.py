@@ -47,8 +47,9 @@ from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
 from furlong.files import checksum, os_errors_told, user_cache, whole_folder, write_json
 
-# 14: a stop that begins the next message follows an answer.
-CACHE_VERSION = 14
+# 12: texts that begin with BOS, or end with a special token, get no other one. Every resume is
+# refused after a change of this number: what changes chats alone is in `tokenizer_checksum`.
+CACHE_VERSION = 13
 
 CACHE_KEY = "data.cache_dir (default: furlong in the user's cache directory)"
 _MANIFEST = "manifest.json"

@@ -496,7 +496,6 @@ class StreamSet:
         """
         self._settings, self._seed, self.say, self._key = settings, seed, say, key
         copied = copy.deepcopy(tokenizer)  # for the thread
-        self._tokenizer = tokenizer_checksum(tokenizer)
         self._describe_token = partial(token_in_words, tokenizer=tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._vocab_size: int | None = None
@@ -504,6 +503,8 @@ class StreamSet:
             Reader(source, number, settings, copied, seed, key, self._thread, self._check)
             for number, source in enumerate(settings.train)
         ]
+        by_template = any(one.reading.format not in ("text", "tokens") for one in self._readers)
+        self._tokenizer = tokenizer_checksum(tokenizer, by_template=by_template)
         once = "name it once; a larger share draws from it more often"
         refuse_repeated([reader.listing for reader in self._readers], key, once)
         self._shared = None if shared is None else shared()

@@ -201,9 +201,8 @@ def _stop_tokens(tokenizer: Any, path: str, revision: str | None) -> tuple[str, 
             file = model_file(path, name, revision)
             given = None if file is None else json.loads(file.read_bytes()).get("eos_token_id")
             ids = [id for id in (given if isinstance(given, list) else [given]) if type(id) is int]
-            if ids:
-                known = [id for id in ids if 0 <= id < len(tokenizer)]
-                tokens = tokenizer.convert_ids_to_tokens(known)
+            if ids := [id for id in ids if 0 <= id < len(tokenizer)]:
+                tokens = tokenizer.convert_ids_to_tokens(ids)
                 return tuple(str(token) for token in tokens if token is not None)
     return ()
 
@@ -369,8 +368,12 @@ def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
     return tokenizer
 
 
-def tokenizer_checksum(tokenizer: Any) -> str:
-    """Return a checksum of all that determines the ids of a text, chat templates included."""
+def tokenizer_checksum(tokenizer: Any, *, by_template: bool = True) -> str:
+    """Return a checksum of all that determines the ids of a text, chat templates included.
+
+    `by_template`: whether a chat template may write texts, so that the tokens at which the model
+    stops can change them.
+    """
     import tokenizers
     import transformers
 
@@ -383,9 +386,10 @@ def tokenizer_checksum(tokenizer: Any) -> str:
         "eos": tokenizer.eos_token_id,
         "template": tokenizer.chat_template,
     }
-    named = str(tokenizer.chat_template)
-    if stops := [one for one in getattr(tokenizer, "stop_tokens", ()) if one in named]:
-        parts["stops"] = stops
+    if by_template and tokenizer.chat_template:
+        stops = set(getattr(tokenizer, "stop_tokens", ())) - {tokenizer.eos_token}
+        # Also if there are none: texts without this key have no stops that begin the next message.
+        parts["stops"] = sorted(one for one in stops if one in str(tokenizer.chat_template))
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         # Each call of the tokenizer sets these two.
