@@ -7,6 +7,8 @@ not, is stated here.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -253,6 +255,37 @@ def test_a_known_template_is_not_rendered_for_every_answer(
     assert (unknown.text, unknown.ranges) == ("x" + found.text, shifted)
 
 
+@pytest.mark.parametrize(("name", "is_refused"), [("glm4moe", False), ("gemma4", True)])
+def test_a_long_conversation_with_thoughts_is_rendered_a_few_times(
+    name: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In long parts as often if it is twice as long; each answer is as it is rendered last."""
+    turns, sizes, plain = list[Any](), list[int](), _Template.write
+    for n in range(30):
+        thought = {"reasoning_content": f"\n hm{n}"} if n % 5 else {}
+        turns += [USER | {"content": f"q{n}"}, LAST | {"content": f" a{n}\n"} | thought]
+    of = ChatTemplate(byte_tokenizer(of_trl(name)))
+
+    def counted(self: _Template, own: Turns, number: int | None = None, **options: Any) -> str:
+        sizes.append(len(own.turns[:number]))
+        return plain(self, own, number, **options)
+
+    monkeypatch.setattr(_Template, "write", counted)
+    counts = []
+    for num_turns in (30, 30, 60):  # the first one also renders what is kept for the template
+        sizes.clear()
+        with pytest.raises(DataError) if is_refused else nullcontext():
+            found = of.render(Turns("x", turns[:num_turns]))
+        counts.append(sum(size > 8 for size in sizes))
+    assert counts[1] == counts[2]
+    if not is_refused:
+        has_thought = [f"hm{n}" in said for n, said in enumerate(learnt(found))]
+        assert has_thought == [n % 5 > 0 for n in range(30)]
+        whole = lambda own, n: replace(own, turns=own.turns[: n + 1], first=n)  # noqa: E731
+        monkeypatch.setattr("furlong.data.chat._as_last", whole)
+        assert of.render(Turns("x", turns)) == found
+
+
 def test_empty_thoughts_are_learnt_only_where_the_record_has_them() -> None:
     _, (said,), _ = encoded(own_template("qwen3"), [USER, ANSWER])
     assert said == "Four.\n\n<|im_end|>\n"
@@ -438,6 +471,11 @@ def test_answers_with_thoughts_are_put_together_only_if_nothing_else_changes() -
     assert encoded(FORGETFUL, turns, train_on="all")[0] == text
     marked = [*turns[:3], {**turns[3], "weight": 0}]  # an answer that is not learnt stays
     assert encoded(FORGETFUL, marked)[:2] == (f"U{asked}A(hm1)yo.U{asked}Asure.", ["(hm1)yo."])
+    counting = FORGETFUL.replace("{{ m.thinking }}", "{{ m.thinking }}{{ loop.index }}")
+    many = turns * 3  # each is another text where less precedes it
+    assert encoded(counting, many)[1] == [
+        f"(hm{n % 4}{n + 1}){turn['content']}." for n, turn in enumerate(many) if n % 2
+    ]
     loud = FORGETFUL.replace("{{ m.content }}.", "{{ m.content }}{{ '!' if m.thinking else '.' }}")
     quiet = "{% if add_generation_prompt %}{{ '' if messages[-2:-1] else 'A' }}{% endif %}"
     silent = FORGETFUL.replace("{% if add_generation_prompt %}A{% endif %}", quiet)
@@ -525,6 +563,9 @@ def test_remarks_on_the_end_of_a_conversation_and_on_the_template_are_true() -> 
     assert encoded(own_template("llama3.1"), [USER, BARE_CALL, RESULT, LAST])[2] == []
     (told,) = encoded(own_template("gpt-oss"), [USER, BARE_CALL])[2]
     assert "<|call|>" in told and "generation_config" in told
+    _, said, (told,) = encoded(of_trl("glm4moe"), [*TALK, LAST], eot_tokens=STOPS)
+    assert [one.endswith(STOPS) for one in said] == [True, False, True]
+    assert "not learnt there" in told
     (told,) = encoded(of_trl("glm4moe"), TALK)[2]
     assert "without a special token" in told and "eot_tokens: [<|user|>]" in told
     assert encoded(of_trl("glm4moe"), TALK, eot_tokens=("<|user|>",))[2] == []

@@ -200,8 +200,8 @@ class ChatTemplate:
         """
         if known is not None:
             yield _BY_NAME + known[0], known[1], own
-        bare = self._bare(own, template)
-        opens_thoughts = (bare[0] or "").endswith(_OPENED)  # others may know no thoughts
+        bares = [self._bare(one, template) for one in _short_first(own)]
+        opens_thoughts = (bares[-1][0] or "").endswith(_OPENED)  # others may know no thoughts
         text = template.tried(own)
         for _, how, other, conversation in self._tries(own, template):
             if other is template:
@@ -209,7 +209,10 @@ class ChatTemplate:
                 may_be = is_free and template.tried(conversation) != text
             else:
                 may_be = opens_thoughts
-            if may_be and None not in bare and self._bare(conversation, other, bare) == bare:
+            if may_be and all(
+                None not in bare and self._bare(one, other, bare) == bare
+                for one, bare in zip(_short_first(conversation), bares, strict=True)
+            ):
                 yield how, other, conversation
         if not template.has_tags and any(_is_thinking(own.turns[n]) for n in _trained_turns(own)):
             keeping = self._keeping.setdefault(template, _Keeping(template.text, self._tokenizer))
@@ -245,7 +248,8 @@ class ChatTemplate:
         last = ("set data.train_on: last", "", template, only_last_answers(own))
         for change, _, other, conversation in (*self._tries(own, template), last):
             with suppress(DataError):
-                text, *_ = self._masked_in_a_way(conversation, other)
+                for one in _short_first(conversation):
+                    text, *_ = self._masked_in_a_way(one, other)
                 first = _first_answer(own)
                 prompts = [one.write(own, first, prompt=True) for one in (template, other)]
                 if prompts[0] == prompts[1] and not self._unknown(other, text):
@@ -309,12 +313,17 @@ class ChatTemplate:
     def _on_the_end(
         self, own: Turns, template: _Template, text: str, ranges: list[Range]
     ) -> Iterator[str]:
-        """Yield a note on the conversation if its last answer does not end with a token at which
-        the model stops. `text`: the text of the conversation; `ranges`: its ranges that are trained
-        on."""
+        """Yield notes on the conversation if its last answer does not end with a token at which the
+        model stops, or another one with no special token. `text`: the text of the conversation;
+        `ranges`: its ranges that are trained on."""
         if not ranges:
             return
-        end = _end_of(text[slice(*ranges[-1])], self._marks)
+        *others, end = (_end_of(said, self._marks) for said in _parts(text, ranges))
+        if end and None in others and len(ranges) == len(_trained_turns(own)):
+            yield (
+                "conversations with an answer before the last one that ends without a special"
+                " token: where to stop is not learnt there"
+            )
         if end is None:
             mark = self._next_mark(own, template).strip()
             way = f"data.eot_tokens: [{mark}]" if mark else "the template writes none"
@@ -513,22 +522,15 @@ class _Template:
         """Return the text of a conversation, and the range that each answer adds to its prompt.
 
         Rendering two texts for every answer would take time quadratic in the number of answers. So
-        the answers are first sorted into kinds: two answers are of one kind if their messages, and
-        the messages beside them, have the same roles and keys. Only the first, a middle and the
-        last answer of each kind are rendered. They show which texts separate an answer from the
-        contents before and after it. These texts locate the other answers of the kind. Raises
-        DataError.
+        the answers are first sorted into kinds (`_kinds`). Only the first, a middle and the last
+        answer of each kind are rendered. They show which texts separate an answer from the contents
+        before and after it. These texts locate the other answers of the kind. Raises DataError.
         """
-        text = self.write(own)
-        kinds: dict[Any, list[int]] = {}
-        for number in _trained_turns(own):
-            beside = own.turns[max(number - 1, 0) : number + 2]
-            kind = tuple((turn["role"], _is_thinking(turn), *sorted(turn)) for turn in beside)
-            kinds.setdefault((kind, number > 0), []).append(number)
-        models = {n for of in kinds.values() for n in (of[0], of[len(of) // 2], of[-1])}
+        text, kinds = self.write(own), _kinds(own)
+        models = {n for _, some in kinds for n in some}
         found = {number: self._added(own, text, number) for number in sorted(models)}
         contents = self._contents(own, text) if len(found) < len(_trained_turns(own)) else {}
-        for group in kinds.values():
+        for group, _ in kinds:
             known = set[tuple[str, str]]()
             for number in sorted(group, key=lambda n: n not in models):
                 _, start = contents.get(number - 1, (0, 0))
@@ -766,34 +768,61 @@ class _Keeping(_Template):
         The conversation is rendered without thoughts. Then each answer with thoughts is replaced by
         what it adds to its prompt where the conversation ends with it. Raises DataError if that is
         another answer, or if the prompt is another one.
+
+        The first, a middle and the last answer of each kind (`_kinds`) are rendered after all that
+        precedes them. The others are rendered after less (`_as_last`) if this shows the same there.
         """
         plain = replace(own, turns=[*map(_unthinking, own.turns)])
         try:
             text, ranges = super().by_prefixes(plain)
         except DataError:
             text, ranges = self._with_opened_thoughts(own, plain)
+        places = dict(zip(_trained_turns(own), ranges, strict=True))
+        shown: dict[int, tuple[str, str]] = {}
+        for group, models in _kinds(own):
+            if not _is_thinking(own.turns[group[0]]):
+                continue
+            shown |= {n: self._shown(own, plain, text[: places[n][0]], n) for n in models}
+            short, opened = dict[int, tuple[str, str]](), shown[group[0]][0]
+            with suppress(DataError):
+                short = {n: (opened, self._said(_as_last(own, n))) for n in group}
+            if any(short.get(n) != shown[n] for n in models):
+                short = {}
+            for n in group:
+                if n not in shown:
+                    shown[n] = short.get(n) or self._shown(own, plain, text[: places[n][0]], n)
         pieces, found, num_chars, at = [], [], 0, 0
-        for number, (start, stop) in zip(_trained_turns(own), ranges, strict=True):
-            said, opened = text[start:stop], ""
-            if _is_thinking(own.turns[number]):
-                upto = replace(own, turns=own.turns[: number + 1], first=number)
-                whole = super().write(upto)
-                said = whole[self._added(upto, whole, number)[0] :]
-                bare = self.empty.sub("", text[start:stop], count=1)
-                prompt = super().write(plain, number, prompt=True)
-                opened = prompt.removeprefix(text[:start])
-                if not said.endswith(bare) or prompt != text[:start] + opened:
-                    raise self._refusal(
-                        own,
-                        f"{_CANNOT}: message {number + 1} with its thoughts is not what it is"
-                        " without them, after the thoughts",
-                        "writes answers with thoughts otherwise",
-                    )
+        for number, (start, stop) in places.items():
+            opened, said = shown.get(number, ("", text[start:stop]))
+            if number in shown and not said.endswith(self.empty.sub("", text[start:stop], count=1)):
+                raise self._other_answer(own, number)
             pieces += [text[at:start], opened, said]
             num_chars += start - at + len(opened)
             found.append((num_chars, num_chars + len(said)))
             num_chars, at = num_chars + len(said), stop
         return "".join((*pieces, text[at:])), found
+
+    def _shown(self, own: Turns, plain: Turns, before: str, number: int) -> tuple[str, str]:
+        """Return what the prompt for an answer adds to the text before it, and what the answer adds
+        to its prompt where the conversation ends with it. Raises DataError."""
+        said = self._said(replace(own, turns=own.turns[: number + 1], first=number))
+        prompt = super().write(plain, number, prompt=True)
+        if not prompt.startswith(before):
+            raise self._other_answer(own, number)
+        return prompt[len(before) :], said
+
+    def _said(self, own: Turns) -> str:
+        """Return what the last answer adds to its prompt. Raises DataError."""
+        whole = super().write(own)
+        return whole[self._added(own, whole, len(own.turns) - 1)[0] :]
+
+    def _other_answer(self, own: Turns, number: int) -> CannotBeMaskedError:
+        return self._refusal(
+            own,
+            f"{_CANNOT}: message {number + 1} with its thoughts is not what it is"
+            " without them, after the thoughts",
+            "writes answers with thoughts otherwise",
+        )
 
     def _with_opened_thoughts(self, own: Turns, plain: Turns) -> tuple[str, list[Range]]:
         """Return the text and the ranges of a conversation without thoughts (`plain`) if a prompt
@@ -853,6 +882,40 @@ def only_last_answers(own: Turns) -> Turns:
     """Return the conversation, with training limited to the answers after its last user message."""
     asked = [n for n, turn in enumerate(own.turns, start=1) if turn["role"] == "user"]
     return replace(own, first=max([own.first, *asked[-1:]]))
+
+
+def _short_first(own: Turns) -> list[Turns]:
+    """Return the conversation; before it, the conversation without its middle if it is long. What
+    fails for the short one is not tried on the long one."""
+    for role in ("user", "assistant"):
+        edges = [n for n, turn in enumerate(own.turns) if turn["role"] == role]
+        if len(edges) > _MANY + 1:
+            start, stop = edges[1], edges[-1]
+            first = min(own.first, max(start, own.first - (stop - start)))
+            return [replace(own, turns=own.turns[:start] + own.turns[stop:], first=first), own]
+    return [own]
+
+
+def _as_last(own: Turns, number: int) -> Turns:
+    """Return a conversation that ends with an answer of the given index, after the user message
+    before it and, if an answer lies between, this answer and the tool results since."""
+    before = own.turns[:number]
+    asked = max((n for n, turn in enumerate(before) if turn["role"] == "user"), default=0)
+    said = [n for n in range(asked + 1, number) if before[n]["role"] == "assistant"]
+    turns = [*before[asked : asked + 1], *before[max(said, default=asked + 1) :], own.turns[number]]
+    return replace(own, turns=turns, first=len(turns) - 1)
+
+
+def _kinds(own: Turns) -> list[tuple[list[int], list[int]]]:
+    """Return the indices of the answers that are trained on by kind, and those of the first, a
+    middle and the last one of each kind. Two answers are of one kind if their messages, and the
+    messages beside them, have the same roles and keys."""
+    kinds: dict[Any, list[int]] = {}
+    for number in _trained_turns(own):
+        beside = own.turns[max(number - 1, 0) : number + 2]
+        kind = tuple((turn["role"], _is_thinking(turn), *sorted(turn)) for turn in beside)
+        kinds.setdefault((kind, number > 0), []).append(number)
+    return [(of, sorted({of[0], of[len(of) // 2], of[-1]})) for of in kinds.values()]
 
 
 def _trained_turns(own: Turns) -> list[int]:
