@@ -295,6 +295,25 @@ def write(tokenizer: Any, folder: Path) -> dict[str, bytes]:
     return dict(tokenizer.source_files)
 
 
+def test_the_template_of_a_processor_is_a_file_of_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub has it in a file that AutoTokenizer does not download."""
+    source = Path(save(tmp_path / "source", bytes_backend(DIGITS)))
+    known = {"chat_template": "of images"}
+
+    def downloaded(path: str, name: str, revision: str | None = None) -> Path | None:
+        if name == "chat_template.json":
+            (source / name).write_text(json.dumps(known))
+        return source / name if (source / name).exists() else None
+
+    monkeypatch.setattr("furlong.data.tokenize.model_file", downloaded)
+    files = load_tokenizer(str(source)).source_files
+    assert json.loads(files["chat_template.json"]) == known
+    settings = DataConfig(train="x", chat_template="{{ 1 }}")
+    assert "chat_template.json" not in load_tokenizer(str(source), settings=settings).source_files
+
+
 @pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "PreTrainedTokenizerFast"])
 def test_flags_of_begin_and_end_are_applied_as_by_transformers_4_or_told(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -392,4 +392,35 @@ def test_a_head_beside_embeddings_that_the_config_ties_is_refused(folder: Path) 
     with pytest.raises(ConfigError, match="two different weights"):
         build_model(str(folder))
     changes = {"tie_word_embeddings": False}
+    check_model(str(folder), init="pretrained", max_seq_len=32, changes=changes)
     assert not build_model(str(folder), changes=changes).config.tie_word_embeddings
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ConfigError):
+        check_model(str(folder), init="pretrained", max_seq_len=32, changes=changes)
+
+
+@pytest.mark.parametrize("doubled", [True, False])
+def test_a_head_of_a_config_that_does_not_say_is_tied_if_it_equals_the_embeddings(
+    doubled: bool, tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=32, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    weights = load_file(tmp_path / WEIGHTS)
+    weights["lm_head.weight"] = weights["transformer.wte.weight"] + (0.0 if doubled else 1.0)
+    save_file(weights, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    check_model(str(tmp_path), init="pretrained", max_seq_len=32)
+    model = build_model(str(tmp_path))
+    assert (model.lm_head.weight is model.transformer.wte.weight) == doubled
+    assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
+
+
+def test_a_config_of_text_alone_may_name_no_other(folder: Path, tmp_path: Path) -> None:
+    change(folder, text_config=None)
+    model = build_model(str(folder))
+    export_model(model, None, tmp_path / "out", dtype=torch.float32)
+    assert "rope_theta" in json.loads((tmp_path / "out" / "config.json").read_text())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -113,6 +115,107 @@ def test_tied_weights_go_by_the_key_of_the_whole_model(tmp_path: Path) -> None:
     source = str(write_checkpoint(tmp_path / "source", "gemma3"))
     model = build_model(source, init="random", changes={"tie_word_embeddings": False})
     assert not is_tied(model) and model.lm_head.weight is not model.get_input_embeddings().weight
+
+
+def change(source: Path, function: Callable[[dict[str, Any]], object]) -> Path:
+    """Change the config.json of a folder; return the folder."""
+    values = json.loads((source / "config.json").read_text())
+    function(values)
+    (source / "config.json").write_text(json.dumps(values))
+    return source
+
+
+def test_a_head_in_the_files_is_untied_where_the_config_does_not_say(tmp_path: Path) -> None:
+    """As Mistral Small 3.1 has it, whose class ties unless its config says otherwise."""
+    source = write_checkpoint(tmp_path / "source", "mistral3")
+    change(source, lambda values: values.pop("tie_word_embeddings"))
+    for changes in ({}, {"tie_word_embeddings": False}):
+        check_model(str(source), init="pretrained", max_seq_len=64, changes=changes)
+    model = build_model(str(source))
+    assert not is_tied(model)
+    head = build_model(str(source), layers=range(1, 2)).lm_head.weight
+    assert torch.equal(head, tensors(source)["language_model.lm_head.weight"])
+    assert torch.equal(logits(model), logits(open_whole(source, torch.float32)))
+    exported = export_model(changed(model), None, tmp_path / "export", dtype=torch.float32)
+    assert_carried(source, exported)
+    assert torch.equal(logits(open_whole(exported, torch.float32)), logits(model))
+
+
+def test_a_head_of_a_hub_id_is_looked_for_in_its_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "models--own--one"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("0" * 40)
+    source = write_checkpoint(home / "snapshots" / ("0" * 40), "mistral3")
+    change(source, lambda values: values.pop("tie_word_embeddings"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert not is_tied(build_model("own/one"))
+
+
+def test_files_of_processors_are_those_of_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_checkpoint(tmp_path / "source", "gemma3")
+    model = build_model(str(source))
+    assert "preprocessor_config.json" not in capsys.readouterr().out
+    with patch("furlong.models.build._PROCESSORS", ()):  # a hub that is not there any more
+        export = export_model(model, None, tmp_path / "export", dtype=torch.float32)
+    assert (export / "preprocessor_config.json").exists()
+    (source / "preprocessor_config.json").unlink()
+    build_model(str(source))
+    assert "preprocessor_config.json" in capsys.readouterr().out
+    build_model(str(source), is_empty=True)
+    check_model(str(source), max_seq_len=8, init="pretrained")
+    assert not capsys.readouterr().out
+    check_model(str(source), max_seq_len=8, init="random")
+    assert str(source) in capsys.readouterr().out
+
+
+def test_an_official_config_of_qwen3_vl_is_copied_and_its_rope_is_written_for_older_releases(
+    tmp_path: Path,
+) -> None:
+    source = write_checkpoint(tmp_path / "source", "qwen3_vl")
+    scaling = {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default"}
+
+    def as_published(values: dict[str, Any]) -> None:
+        values.pop("dtype")
+        text = values["text_config"]
+        theta = text.pop("rope_parameters")["rope_theta"]
+        text |= {"dtype": "float32", "rope_theta": theta, "rope_scaling": scaling}
+
+    change(source, as_published)
+    model = build_model(str(source))
+    assert_carried(source, export_model(model, None, tmp_path / "export", dtype=torch.float32))
+    rounded = export_model(model, None, tmp_path / "rounded", dtype=torch.bfloat16)
+    written = json.loads((rounded / "config.json").read_text())
+    assert written["dtype"] == "bfloat16"
+    assert written["text_config"]["rope_scaling"] == scaling
+
+
+def test_adapters_go_on_without_the_modules_that_they_exclude(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", "gemma3")
+    first = export_model(
+        build_model(str(source), lora=LORA), None, tmp_path / "first", dtype=torch.float32
+    )
+    file = first / "adapter_config.json"
+    values = json.loads(file.read_text())
+    own = values["exclude_modules"]
+    for excluded, wanted in ((own, own), (["k_proj"], rf"(.*\.)?k_proj|{own}")):
+        file.write_text(json.dumps(values | {"exclude_modules": excluded}))
+        with patch("furlong.models.build.load_adapter"):
+            model = build_model(str(source), lora=LORA | {"adapter": str(first)})
+        assert model.peft_config["default"].exclude_modules == wanted
+        has_keys = any("k_proj.lora_A" in name for name, _ in model.named_parameters())
+        assert has_keys == (excluded == own)
+
+
+def test_adapters_over_a_changed_config_name_the_class_of_the_whole_model(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", "qwen3_5")
+    model = build_model(str(source), lora=LORA)
+    folder = tmp_path / "adapters"
+    export_model(model, None, folder, dtype=torch.float32, has_other_config=True)
+    assert "AutoModelForImageTextToText.from_pretrained" in (folder / "README.md").read_text()
 
 
 def changed(model: Any) -> Any:

@@ -39,6 +39,8 @@ def test_a_run_says_what_it_carries_and_goes_on(
 ) -> None:
     run = of_kind(tiny_run, tmp_path, "gemma3")
     assert main(run.arguments(tmp_path / "run", ONE_EPOCH)) == 0
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card
     source, exported = tensors(tmp_path / "model"), tensors(tmp_path / "run" / "model")
     assert exported.keys() == source.keys()
     equal = {name for name in source if torch.equal(source[name], exported[name])}

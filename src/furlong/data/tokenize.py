@@ -145,6 +145,7 @@ def load_tokenizer(
             )
     except Exception as error:  # tokenizers raises plain Exceptions for a broken file
         cause, reason = error, first_line(error)
+    model_file(path, "chat_template.json", revision)  # a processor's, which AutoTokenizer leaves
     found = (model_file(path, one, revision) for one in ("tokenizer.json", _CONFIG, "config.json"))
     home = next((file.parent for file in found if file is not None), folder)
     files = {

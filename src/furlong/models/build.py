@@ -363,11 +363,14 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
         parameters = [name for name in parameters if not layers[name]]
     settings.target_modules, settings.target_parameters = targets, list(parameters) or None
     settings.modules_to_save = list(saved) or None
-    settings.exclude_modules = adapted_elsewhere(model) or settings.exclude_modules
-    if towers := [name for name, module in model.named_modules() if isinstance(module, Carried)]:
+    towers = [name for name, module in model.named_modules() if isinstance(module, Carried)]
+    if away := [*towers, *adapted_elsewhere(model)]:
         # a pattern, so that peft passes over their layers in the whole checkpoint, too
-        away = "|".join(re.escape(name) for name in [*towers, *adapted_elsewhere(model)])
-        settings.exclude_modules = rf"({away})(\..*)?"
+        own = rf"({'|'.join(map(re.escape, away))})(\..*)?"
+        kept = settings.exclude_modules or ()  # of an adapter that goes on
+        if not isinstance(kept, str):
+            kept = "|".join(rf"(.*\.)?{re.escape(name)}" for name in sorted(kept))
+        settings.exclude_modules = "|".join(dict.fromkeys(filter(None, (kept, own))))
     settings.ensure_weight_tying = saves_tied
     try:
         with warnings.catch_warnings(), patch.object(conversion, _RENAMES, lambda *_, **__: None):
@@ -442,7 +445,7 @@ BASE = "base"
 """The folder of an export of adapters that holds the changed config of their base."""
 _BASE_TOLD = (
     "the adapters belong to their base with another config (model.config, model.rope), which peft"
-    " does not set: load them with AutoModelForCausalLM.from_pretrained('{folder}',"
+    " does not set: load them with {opener}.from_pretrained('{folder}',"
     " config=AutoConfig.from_pretrained('{folder}/{base}')), or merge them: furlong export RUN"
     " --merge"
 )
@@ -578,8 +581,10 @@ def export_model(
                 del config.quantization_config  # of the run, not of the base's own weights
             config.save_pretrained(aside / BASE)
             _add_older_rope(aside / BASE)
+            opener = "ImageTextToText" if with_images(config) else "CausalLM"
+            told = partial(_BASE_TOLD.format, base=BASE, opener=f"AutoModelFor{opener}")
             with (aside / "README.md").open("a", encoding="utf-8") as opened:
-                opened.write(f"\n{_BASE_TOLD.format(folder=folder.name, base=BASE)}\n")
+                opened.write(f"\n{told(folder=folder.name)}\n")
         if (files := getattr(tokenizer, "source_files", None)) is not None:
             for name, content in files.items():
                 (aside / name).parent.mkdir(exist_ok=True)
@@ -587,7 +592,7 @@ def export_model(
         elif tokenizer is not None:
             tokenizer.save_pretrained(aside)
     if has_other_base:
-        print(f"warning: {_BASE_TOLD.format(folder=folder, base=BASE)}")
+        print(f"warning: {told(folder=folder)}")
     return folder
 
 
@@ -686,7 +691,7 @@ def _add_older_rope(folder: Path) -> None:
     file = folder / "config.json"
     text = file.read_text(encoding="utf-8")
     values = json.loads(text)
-    own = values.get("text_config", values)
+    own = values.get("text_config") or values
     rope = own.get("rope_parameters") or {}
     scaled = dict(rope.get("full_attention", rope))
     older = {
@@ -698,7 +703,8 @@ def _add_older_rope(folder: Path) -> None:
         extra = {} if "short_mscale" in scaled else {"original_max_position_embeddings", "factor"}
         scaled = {"type": "longrope"} | {k: v for k, v in scaled.items() if k not in extra}
         del scaled["rope_type"]
-    if scaled.get("rope_type", "default") != "default" or "type" in scaled:
+    is_default = scaled.get("rope_type", "default") == "default" and "type" not in scaled
+    if not is_default or "mrope_section" in scaled:
         older["rope_scaling"] = scaled
     own.update(older)
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -733,6 +739,12 @@ def read_config(
         named |= _OWN_KERNELS
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **named)
         refuse_config(config, f"model type {config.model_type}", f"{source}, config.json")
+        if (
+            "tie_word_embeddings" not in values
+            and getattr(config, "tie_word_embeddings", False)
+            and _has_other_head(config, source, revision)
+        ):  # a family's default, which the files contradict
+            apply_changes(config, {"tie_word_embeddings": False})
         apply_changes(config, changes or {})
         if as_floats and not is_in_4_bits(getattr(config, "quantization_config", None)):
             for own in (config, config.get_text_config()):
@@ -757,6 +769,45 @@ def read_config(
             else "check the name, the connection to the hub, or use a local folder",
         ) from error
     return config
+
+
+def _tied_leaves(config: Any, source: str) -> tuple[str, str]:
+    """Return the ends of the names of the weights of head and input embeddings that the class of a
+    config's model ties; two empty ones if it ties none."""
+    kind = _auto_class(config, source)._model_mapping[type(config)]
+    for pair in (getattr(kind, "_tied_weights_keys", None) or {}).items():
+        head, embeddings = (".".join(name.split(".")[-2:]) for name in pair)
+        if head.endswith(".weight"):
+            return head, embeddings
+    return "", ""
+
+
+def _has_other_head(config: Any, source: str, revision: str | None) -> bool:
+    """Whether the files of a checkpoint hold a head that differs from the input embeddings in the
+    rows of the first tokens. Of a hub id the index alone is downloaded, unless it lists a head."""
+    with suppress(Exception):  # files that cannot be read are refused where weights are needed
+        leaves = _tied_leaves(config, source)
+        if os.path.isdir(source):
+            check_weight_files(source, are_packed=True)
+            files = {name: file.name for name, file in _tensor_files(source, revision).items()}
+        else:
+            index = model_file(source, INDEX, revision)
+            text = "{}" if index is None else index.read_text(encoding="utf-8")
+            files = json.loads(text).get("weight_map", {})
+        heads, embeddings = ([n for n in files if _ends(n, leaf)] for leaf in leaves)
+        if heads and embeddings:
+            first = _first_rows(source, files[heads[0]], heads[0], revision)
+            others = [_first_rows(source, files[n], n, revision) for n in embeddings]
+            return not any(torch.equal(first, other) for other in others)
+    return False
+
+
+def _first_rows(source: str, name: str, tensor: str, revision: str | None) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(str(model_file(source, name, revision)), framework="pt") as opened:
+        rows: Tensor = opened.get_slice(tensor)[:1024]
+        return rows.float()
 
 
 _NOT_CHANGED = ("model_type", "architectures", "auto_map", "dtype", "quantization_config")
@@ -957,6 +1008,8 @@ def _load_weights(
     settle(model, dtype)
     if with_images(config):
         _find_carried(model, whole, source, revision)
+        if not is_empty:  # an export's, which a run has read before
+            _tell_carried(model, whole, source)
         return model
     elsewhere = tuple(f"{name}." for name in others)
     unused = sorted(
@@ -972,13 +1025,15 @@ def _load_weights(
 _CARRIED = "furlong_carried"
 """Attribute of a model that holds, by their names in its checkpoint's files, the files of the
 tensors that are no weights of its text decoder, and that exports copy."""
+_BESIDE = "furlong_beside"
+"""Attribute of such a model that holds the files of its processors, `_PROCESSORS`."""
 _PROCESSORS = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 
 
 def _find_carried(model: Any, whole: Any, source: str, revision: str | None) -> None:
-    """Note which tensors of a checkpoint an export copies (`_CARRIED`), and print how many.
+    """Note which tensors and files of a checkpoint an export copies (`_CARRIED`, `_BESIDE`).
     `whole`: the model on meta. Raises ConfigError where files name weights as no export would."""
     files = _tensor_files(source, revision)
     conversions = getattr(model, "_weight_conversions", None) or ()
@@ -990,11 +1045,19 @@ def _find_carried(model: Any, whole: Any, source: str, revision: str | None) -> 
         raise model_error(given, _WHOLE_WEIGHTS, _USE_WHOLE)
     own = _as_in_files(whole, weights, are_tied=False)
     model.__dict__[_CARRIED] = {name: file for name, file in files.items() if name not in own}
+    # now, while there is a hub to ask
+    beside = [model_file(source, name, revision) for name in _PROCESSORS]
+    model.__dict__[_BESIDE] = [file.absolute() for file in beside if file is not None]
+
+
+def _tell_carried(model: Any, whole: Any, source: str) -> None:
     beside = [name for name, module in whole.named_modules() if isinstance(module, Carried)]
     print(
         f"{source}: its text decoder is trained; {len(model.__dict__[_CARRIED])} tensors beside it"
         f" ({', '.join(beside)}) are carried along, unread, into exports of the whole model"
     )
+    if not {file.name for file in model.__dict__[_BESIDE]} & {*_PROCESSORS[:2]}:
+        print(f"{source}: neither {' nor '.join(_PROCESSORS[:2])} is there: exports lack them")
 
 
 def _packs(conversion: Any) -> bool:
@@ -1010,7 +1073,8 @@ def _tensor_files(source: str, revision: str | None) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for name in [WEIGHTS] if index is None else _shards(index):
         file = model_file(source, name, revision)
-        assert file is not None, f"{name} of {source} was there a moment ago"
+        if file is None:
+            raise _no_weights(f"{source} without {name}")
         with safe_open(str(file), framework="pt") as opened:
             found |= dict.fromkeys(opened.keys(), file.absolute())
     return found
@@ -1019,19 +1083,18 @@ def _tensor_files(source: str, revision: str | None) -> dict[str, Path]:
 def _carry(model: Any, folder: Path, dtype: torch.dtype) -> None:
     """Put beside the export of a model what its checkpoint has beside its weights: files of its
     processors and, where nothing has changed it, the config."""
-    from transformers import AutoConfig
-
     source, revision = model.name_or_path, getattr(model.config, "_commit_hash", None)
-    for name in _PROCESSORS:
-        if (file := model_file(source, name, revision)) is not None:
-            (folder / name).write_bytes(file.read_bytes())
+    for file in model.__dict__[_BESIDE]:
+        (folder / file.name).write_bytes(file.read_bytes())
     config = model_file(source, CONFIG, revision)
     assert config is not None, f"{source} had a {CONFIG} a moment ago"
     values = json.loads(config.read_text(encoding="utf-8"))
     written = str(dtype).removeprefix("torch.")
+    places = (values, values.get("text_config") or {})
+    kept = [one[key] for one in places for key in ("dtype", "torch_dtype") if one.get(key)]
     with hushed():
-        before = AutoConfig.from_pretrained(source, revision=revision or "main")
-    if values.get("dtype", values.get("torch_dtype")) == written and (
+        before = read_config(source, revision=revision)
+    if kept[:1] == [written] and (
         _computing(before.to_dict()) == _computing(model.config.to_dict())
     ):
         (folder / CONFIG).write_bytes(config.read_bytes())
@@ -1177,11 +1240,19 @@ def check_model(
         check_packed(config, source, quantize, has_adapters=has_adapters)
         check_weight_files(source, are_packed=is_packed)
         check_generation(source, revision)
+    elif with_images(config):
+        print(f"{source}: random weights of its text decoder: exports have nothing beside it")
     if changes:
         whole = model_of_config(plain, source, dtype=torch.float32)
         print(f"model.config: {', '.join(apply_changes(plain, changes))}")
         before, after = ({n: p.shape for n, p in m.named_parameters()} for m in (whole, model))
-        if init == "pretrained" and (others := sorted(dict(before.items() ^ after.items()))):
+        others = sorted(dict(before.items() ^ after.items())) if init == "pretrained" else []
+        head, _ = _tied_leaves(config, source)
+        if others and all(_ends(name, head) and name not in before for name in others):
+            # untied: no change of weights if the files hold a head
+            held = any(_ends(name, head) for name in _tensor_files(source, revision))
+            others = [] if held else others
+        if others:
             raise model_error(
                 f"model.config with {', '.join(changes)}, which changes the shape of {others[0]}",
                 "keys that leave the weights of the model's files as they are",

@@ -24,7 +24,10 @@ def model_card(config: RunConfig, state: Mapping[str, Any]) -> str:
     Local files are named without their folders.
     """
     from huggingface_hub import ModelCardData
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+    kind = state["architecture"].get("model_type")
+    has_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     model, lora = config.model, config.model.lora
     sources = [source.path for source in config.data.train]
     base = Path(model.name).name if Path(model.name).expanduser().exists() else model.name
@@ -32,7 +35,9 @@ def model_card(config: RunConfig, state: Mapping[str, Any]) -> str:
         base_model=model.name if base == model.name and model.init == "pretrained" else None,
         datasets=[s.removeprefix("hf://datasets/") for s in sources if is_hub_name(s)] or None,
         library_name="transformers" if lora is None else "peft",
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text"
+        if has_images and model.init == "pretrained"
+        else "text-generation",
         tags=["furlong", "long-context", config.train.loss] + ["lora"] * (lora is not None),
     )
     names = [s if is_hub_name(s) else Path(s).name for s in sources]
