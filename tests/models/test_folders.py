@@ -67,7 +67,7 @@ def refusal(folder: Path) -> UserError:
 
 QUANTIZED: list[tuple[str, dict[str, Any], bool]] = [
     ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_8bit": True}, False),
-    ("fp8", {"quant_method": "fp8"}, True),
+    ("awq", {"quant_method": "awq"}, True),
     ("nobody-knows", {"quant_method": "nobody-knows"}, False),
     ("unnamed", {"load_in_8bit": True}, True),
 ]

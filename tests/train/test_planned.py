@@ -85,9 +85,17 @@ def test_quantized_weights_are_planned_as_floats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, quantized: dict[str, Any]
 ) -> None:
     config = shrink_config(AutoConfig.for_model(family), max_seq_len=64)
-    assert plan(tmp_path, config.to_dict() | {"quantization_config": quantized}, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert not found["runs_here"] and found["peak_bytes"] > 0
+    for flags in ([], ["--model.lora.rank=4"]):
+        found = []
+        for more in ({}, {"quantization_config": quantized}):
+            assert plan(tmp_path, config.to_dict() | more, *flags, "--json") == 0
+            found.append(json.loads(capsys.readouterr().out))
+        assert all(one["runs_here"] for one in found)
+        assert found[0]["peak_bytes"] == found[1]["peak_bytes"] > 0
+    check_model(str(tmp_path), max_seq_len=48)
+    values = config.to_dict() | {"quantization_config": {"quant_method": "gptq"}}
+    assert plan(tmp_path, values, "--json") == 0
+    assert not json.loads(capsys.readouterr().out)["runs_here"]
     with pytest.raises(UserError, match="quantized weights"):
         check_model(str(tmp_path), max_seq_len=48)
 

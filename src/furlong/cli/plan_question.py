@@ -27,7 +27,7 @@ from furlong.cost.shape import (
 from furlong.data.sources import walk
 from furlong.errors import UserError, refusal
 from furlong.files import read_object
-from furlong.models.folder import check_floats
+from furlong.models.folder import check_floats, is_in_4_bits
 from furlong.plan.lengths import (
     MAX_TOKENS,
     Lengths,
@@ -522,6 +522,7 @@ def planned_model(
         check_floats(values, source)
     except UserError as error:
         refused = f"{error.given}; {error.change}"
+    packed = packed if is_in_4_bits(packed) else None  # others are read as floats, or refused
     return cost_model_of(config, shape, spec, num_devices, packed, calibrate=calibrate), refused
 
 

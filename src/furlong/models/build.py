@@ -50,6 +50,7 @@ from furlong.models.folder import (
     is_in_4_bits,
     model_error,
     model_file,
+    quantization_of,
     reason,
     with_adapters,
 )
@@ -64,6 +65,7 @@ from furlong.models.placeholders import (
     is_tied,
     placeholders,
 )
+from furlong.models.published import read_as_floats
 from furlong.models.quantized import (
     check_packed,
     import_safely,
@@ -84,11 +86,13 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _INEXACT = ("F8", "F6", "F4", "C64", "C128")
+_CODES = ("U8", "F8_E4M3", "F8_E8M0")
 
 
 def check_weight_files(source: str, *, are_packed: bool = False) -> None:
     """Raise ConfigError unless the safetensors files of a folder are all there, readable and whole.
-    Files of a hub id are downloaded later. `are_packed`: whether config.json says 4-bit weights."""
+    Files of a hub id are downloaded later. `are_packed`: whether config.json says that weights are
+    quantized."""
     folder = Path(source)
     if not folder.is_dir():
         return
@@ -133,7 +137,7 @@ def weights_fingerprint(source: str, revision: str | None = None) -> dict[str, s
 
 def _check_header(file: Path, are_packed: bool) -> None:
     """Raise ConfigError for a safetensors file that is unreadable or cut off, or whose weights are
-    no floats (bytes are allowed if `are_packed`: codes of 4-bit weights)."""
+    no floats (codes are allowed if `are_packed`)."""
     from safetensors import SafetensorError, safe_open
 
     check_readable(file)
@@ -150,8 +154,9 @@ def _check_header(file: Path, are_packed: bool) -> None:
         raise _no_weights(what) from error
     for name, dtype in dtypes.items():
         # buffers, such as masks of old families, may be of any other kind
-        is_weight = name.endswith("weight") and not (are_packed and dtype == "U8")
-        if dtype not in _FLOATS and (is_weight or dtype.startswith(_INEXACT)):
+        is_code = are_packed and dtype in _CODES
+        is_odd = name.endswith("weight") or dtype.startswith(_INEXACT)
+        if dtype not in _FLOATS and is_odd and not is_code:
             raise _no_weights(
                 f"{file}, whose {name} is of dtype {dtype}: quantized, or no float at all",
                 "use the model's checkpoint in bfloat16 or float32",
@@ -579,6 +584,8 @@ def export_model(
             config = copy(model.get_base_model().config)
             if getattr(model, "hf_quantizer", None) and not model.hf_quantizer.pre_quantized:
                 del config.quantization_config  # of the run, not of the base's own weights
+            if (published := getattr(model.get_base_model(), _PUBLISHED, None)) is not None:
+                config.quantization_config = published
             config.save_pretrained(aside / BASE)
             _add_older_rope(aside / BASE)
             opener = "ImageTextToText" if with_images(config) else "CausalLM"
@@ -721,8 +728,8 @@ def read_config(
     rope: dict[str, Any] | None = None, max_seq_len: int | None = None, as_floats: bool = False,
 ) -> Any:  # fmt: skip
     """Return the transformers config of a hub id or folder, with `changes` (model.config) and
-    `rope` (model.rope) written into it. `as_floats`: read a config of quantized weights, other than
-    4-bit ones of bitsandbytes, as if they were not quantized.
+    `rope` (model.rope) written into it. Weights that are dequantized as they are read count as not
+    quantized; with `as_floats` all do, other than 4-bit ones of bitsandbytes.
 
     Raises UserError for an unusable config, or one of fewer positions than `max_seq_len`.
     """
@@ -746,7 +753,8 @@ def read_config(
         ):  # a family's default, which the files contradict
             apply_changes(config, {"tie_word_embeddings": False})
         apply_changes(config, changes or {})
-        if as_floats and not is_in_4_bits(getattr(config, "quantization_config", None)):
+        is_packed = is_in_4_bits(getattr(config, "quantization_config", None))
+        if (as_floats and not is_packed) or quantization_of(values) is not None:
             for own in (config, config.get_text_config()):
                 vars(own).pop("quantization_config", None)
         check_sizes(config, source)
@@ -940,7 +948,8 @@ def _load_weights(
         named["device_map"] = {"": "cpu"}  # there, so that the codes are the same everywhere
     elif is_empty:
         named["device_map"] = {"": "meta"}
-    check_weight_files(source, are_packed=is_packed)
+    published = _published(source, revision)
+    check_weight_files(source, are_packed=is_packed or published is not None)
     check_generation(source, revision)
     kind, others, whole = opened._model_mapping[type(config)], dict[str, nn.Module](), None
     if layers is not None or with_images(config):
@@ -948,12 +957,15 @@ def _load_weights(
         others = carried(whole) if with_images(config) else {}
         others |= {} if layers is None else placeholders(whole, layers)
         config, opened = whole.config, type(whole)
+    as_floats = nullcontext if published is None else partial(
+        read_as_floats, published, is_empty=is_empty
+    )  # fmt: skip
 
     def read(change: Callable[[Any], None] | None, **named: Any) -> tuple[Any, dict[str, Any]]:
         # what a family leaves out in silence
         tells_all = patch.object(kind, "_keys_to_ignore_on_load_unexpected", None)
         changed = nullcontext() if change is None else constructed(kind, change)
-        with hushed(), tells_all, changed:
+        with hushed(), tells_all, changed, as_floats():
             found: tuple[Any, dict[str, Any]] = opened.from_pretrained(
                 source,
                 config=config,
@@ -1006,6 +1018,13 @@ def _load_weights(
             raise model_error(given, _WHOLE_WEIGHTS, _USE_WHOLE)
     _require_tied(model, source)
     settle(model, dtype)
+    if published is not None:
+        model.__dict__[_PUBLISHED] = published
+        if not is_empty:
+            print(
+                f"{source}: its weights in {published['quant_method']} are read as bfloat16 ones;"
+                " exports of the whole model are not quantized, adapters belong to this checkpoint"
+            )
     if with_images(config):
         _find_carried(model, whole, source, revision)
         if not is_empty:  # an export's, which a run has read before
@@ -1044,7 +1063,18 @@ def _find_carried(model: Any, whole: Any, source: str, revision: str | None) -> 
         given = f"{source} without {min(lacking)}, as an export of its weights would name it"
         raise model_error(given, _WHOLE_WEIGHTS, _USE_WHOLE)
     own = _as_in_files(whole, weights, are_tied=False)
-    model.__dict__[_CARRIED] = {name: file for name, file in files.items() if name not in own}
+    carried = {name: file for name, file in files.items() if name not in own}
+    if _PUBLISHED in model.__dict__:  # beside a weight of the text: its scales
+        modules = {name.rpartition(".")[0] for name in own}
+        carried = {n: file for n, file in carried.items() if n.rpartition(".")[0] not in modules}
+        if scales := [name for name in carried if name.endswith("_scale_inv")]:
+            raise model_error(
+                f"{source}, whose {scales[0]} belongs to quantized weights beside the text decoder",
+                "modules beside the text decoder in floats, as an export without"
+                " quantization_config would copy them",
+                "use the model's checkpoint in bfloat16",
+            )
+    model.__dict__[_CARRIED] = carried
     # now, while there is a hub to ask
     beside = [model_file(source, name, revision) for name in _PROCESSORS]
     model.__dict__[_BESIDE] = [file.absolute() for file in beside if file is not None]
@@ -1058,6 +1088,19 @@ def _tell_carried(model: Any, whole: Any, source: str) -> None:
     )
     if not {file.name for file in model.__dict__[_BESIDE]} & {*_PROCESSORS[:2]}:
         print(f"{source}: neither {' nor '.join(_PROCESSORS[:2])} is there: exports lack them")
+
+
+_PUBLISHED = "furlong_published"
+"""Attribute of a model that holds the quantization_config of the weights that it was read from."""
+
+
+def _published(source: str, revision: str | None) -> dict[str, Any] | None:
+    """Return the quantization_config of a model's files if they are read as floats."""
+    from transformers import PreTrainedConfig
+
+    named = {} if revision is None else {"revision": revision}
+    values, _ = PreTrainedConfig.get_config_dict(source, **named)
+    return quantization_of(values)
 
 
 def _packs(conversion: Any) -> bool:
@@ -1094,8 +1137,11 @@ def _carry(model: Any, folder: Path, dtype: torch.dtype) -> None:
     kept = [one[key] for one in places for key in ("dtype", "torch_dtype") if one.get(key)]
     with hushed():
         before = read_config(source, revision=revision)
-    if kept[:1] == [written] and (
-        _computing(before.to_dict()) == _computing(model.config.to_dict())
+    is_quantized = _PUBLISHED in model.__dict__
+    if (
+        not is_quantized
+        and kept[:1] == [written]
+        and (_computing(before.to_dict()) == _computing(model.config.to_dict()))
     ):
         (folder / CONFIG).write_bytes(config.read_bytes())
 
@@ -1238,7 +1284,8 @@ def check_model(
     is_packed = getattr(config, "quantization_config", None) is not None
     if init == "pretrained":
         check_packed(config, source, quantize, has_adapters=has_adapters)
-        check_weight_files(source, are_packed=is_packed)
+        published = _published(source, revision)
+        check_weight_files(source, are_packed=is_packed or published is not None)
         check_generation(source, revision)
     elif with_images(config):
         print(f"{source}: random weights of its text decoder: exports have nothing beside it")

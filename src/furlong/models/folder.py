@@ -32,6 +32,8 @@ _COMMANDS = {
     "transformers_weights": "names another file of weights",
 }
 _MEND = f"mend {CONFIG}, or use the model's own"
+_READ = ("fp8", "mxfp4")
+"""Values of quant_method whose weights are dequantized as they are read (models.published)."""
 
 
 def model_error(
@@ -73,15 +75,16 @@ def check_type(values: Mapping[str, Any], known: Container[str], source: str) ->
 
 
 def check_floats(values: Mapping[str, Any], source: str) -> None:
-    """Raise UnsupportedModelError if a parsed config.json names quantized weights that are not
-    4-bit weights of bitsandbytes."""
+    """Raise UnsupportedModelError if a parsed config.json names quantized weights that are neither
+    4-bit weights of bitsandbytes nor read as floats."""
     for key, value in _entries(values):
-        if key == "quantization_config" and value is not None and not is_in_4_bits(value):
+        is_known = value is None or is_in_4_bits(value) or is_read_as_floats(value)
+        if key == "quantization_config" and not is_known:
             method = value.get("quant_method") if isinstance(value, Mapping) else None
             raise UnsupportedModelError(
                 given=f"quantized weights: {key} with quant_method {method or 'unnamed'}",
-                required="weights in float, or in the 4 bits of bitsandbytes (load_in_4bit) under"
-                " adapters",
+                required="weights in float, in fp8 or mxfp4, or in the 4 bits of bitsandbytes"
+                " (load_in_4bit) under adapters",
                 source=f"{source}, {CONFIG}",
                 change="use the model's checkpoint in bfloat16 or float32, usually the one that the"
                 " quantized one was made of; model.quantize: nf4 makes 4 bits of it",
@@ -95,6 +98,22 @@ def is_in_4_bits(quantization: object) -> bool:
         and quantization.get("quant_method", "bitsandbytes") == "bitsandbytes"
         and quantization.get("load_in_4bit") is True
     )
+
+
+def is_read_as_floats(quantization: object) -> bool:
+    """Whether the quantization_config of a config.json is one whose weights are dequantized as they
+    are read."""
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") in _READ
+
+
+def quantization_of(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the quantization_config of a parsed config.json whose weights are dequantized as they
+    are read, as transformers looks for it; None for other weights."""
+    for own in (values, values.get("text_config") or {}):
+        found = own.get("quantization_config")
+        if found is not None and is_read_as_floats(found):
+            return dict(found)
+    return None
 
 
 def check_sizes(config: Any, source: str) -> None:
