@@ -95,6 +95,22 @@ def test_a_compute_dtype_that_is_no_float_is_named(whole: Any, given: Any) -> No
         furlong.Engine(whole, compute_dtype=given)
 
 
+@pytest.mark.parametrize("weights", [torch.float16, torch.float32])
+def test_gradients_in_float16_are_refused_unless_the_caller_scales_them(weights: Any) -> None:
+    model = build("llama", weights)
+    narrow = None if weights == torch.float16 else torch.float16
+    engine = furlong.Engine(model, compute_dtype=narrow)
+    with pytest.raises(ConfigError, match="float16 needs loss scaling"):
+        engine.forward_backward(batch([29]), OPTIONS)
+    with pytest.raises(ConfigError, match="float16 needs loss scaling"):
+        engine.run(engine.plan([29], OPTIONS), batch([29]))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert engine.forward_backward(batch([29]), OPTIONS, backward=False).loss > 0
+    (values,) = engine.token_values(batch([29]), OPTIONS)
+    (-1024 * values.sum()).backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_a_call_from_within_a_call_is_named() -> None:
     model = build("llama")
     engine = furlong.Engine(model)

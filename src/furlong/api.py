@@ -38,6 +38,7 @@ from furlong.runtime.distributed.consensus import Facts, agree, require_same
 from furlong.runtime.distributed.fsdp import clip_gradients
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.head import LossHead
+from furlong.runtime.precision import refuse_float16
 from furlong.runtime.profile import Measuring
 from furlong.runtime.session import Session
 from furlong.runtime.step import (
@@ -278,6 +279,8 @@ class Engine:
 
         def read() -> tuple[tuple[ChunkPlan, Batch], Facts, int]:
             plan, sequences = make()
+            if plan.trained:
+                refuse_float16(session.scan.parameters, session.compute_dtype)
             extras = _extras(token_loss)
             batch = batch_for(session, plan, sequences, extras=extras, weights=weights)
             facts = facts_of_run(session, plan, batch, num_valid_tokens)
@@ -317,6 +320,8 @@ class Engine:
         session = self._session
 
         def read() -> Batch:
+            if backward:
+                refuse_float16(session.scan.parameters, session.compute_dtype)
             extras = _extras(token_loss)
             needs_labels = token_loss is None
             shifted = shift_labels(sequences, extras=extras, needs_labels=needs_labels)

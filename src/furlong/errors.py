@@ -129,6 +129,10 @@ class ConfigError(UserError):
     """A wrong key, value or flag in the configuration of a run."""
 
 
+FLOAT16 = "float16 needs loss scaling, which furlong lacks"
+"""Why neither runs nor the engine's losses have gradients in float16: many would round to 0."""
+
+
 def refusal(
     given: str, required: str, change: str, source: str = "the command line"
 ) -> ConfigError:

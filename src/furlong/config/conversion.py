@@ -22,7 +22,7 @@ from furlong.config.messages import config_error, key_at, meet
 from furlong.config.recipes import Recipe, file_near
 from furlong.config.schema import RunConfig, all_keys, words_of
 from furlong.config.sources import check_sections, put, read_yaml
-from furlong.errors import refusal
+from furlong.errors import FLOAT16, refusal
 
 _Given = dict[str, Any]
 """Values by a recipe's keys, all of which determine one key of furlong."""
@@ -374,7 +374,7 @@ def _dtype(made: Conversion, target: str, given: _Given) -> Any:
     named = [given[name] for name in ("torch_dtype", "dtype", "mixed_precision") if name in given]
     dtype = _word(target, named[0]) if named else "bfloat16"
     if given.get("fp16") is True or dtype in ("float16", "fp16"):
-        return _refused("float16 needs loss scaling, which furlong lacks: write bfloat16")
+        return _refused(f"{FLOAT16}: write bfloat16")
     if not named and given.get("bf16", given.get("pure_bf16")) is False and "fp16" not in given:
         return "float32"
     default = _needless("bfloat16 is the default; trained weights stay float32")

@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from furlong.errors import FLOAT16, ConfigError
+
 
 @contextmanager
 def compute_parameters(
@@ -107,6 +109,19 @@ def gradients_apart(parameters: Sequence[nn.Parameter], found: dict[int, Tensor]
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
+
+
+def refuse_float16(parameters: Iterable[nn.Parameter], compute_dtype: torch.dtype | None) -> None:
+    """Raise ConfigError if gradients of the engine's own loss would be computed in float16. A
+    caller's loss of token values may be scaled."""
+    if torch.float16 in (compute_dtype, *(parameter.dtype for parameter in parameters)):
+        raise ConfigError(
+            given="gradients in float16",
+            required=f"bfloat16, float32 or float64: {FLOAT16}",
+            source="the model's dtype, and compute_dtype of furlong.Engine or forward_backward",
+            change="load the model in bfloat16 or float32, with compute_dtype None, or scale a loss"
+            " of your own of token_values or of furlong.chunked (torch.amp.GradScaler)",
+        )
 
 
 def _is_narrow(parameter: nn.Parameter) -> bool:
