@@ -82,8 +82,6 @@ def test_a_plan_and_true_words(plan, name):
 @pytest.mark.parametrize(
     ("name", "flags", "given", "required"),
     [
-        ("bamba", ["--devices", "2", "--parallel.sp", "2"], "2 of 4 layers are recurrent",
-         "parallel.sp 1"),
         ("zamba2", ["--devices", "2", "--parallel.pp", "2"], "adds the original embeddings again",
          "parallel.pp 1"),
         ("gemma4_text", ["--chunks.order", "layer-first", "--chunks.stage_layers", "2"],

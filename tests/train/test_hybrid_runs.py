@@ -1,4 +1,4 @@
-"""Runs of models with recurrent layers, on packed chats: cut and exported; no pools."""
+"""Runs of models with recurrent layers, on packed chats: cut and exported."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 from helpers.tiny_runs import TinyRun, build_hybrid_run
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
-from furlong.errors import ConfigError
-from furlong.models.describe import describe
-from furlong.planners.layouts import layouts
 
 FAMILIES = ("qwen3_5_text", "bamba", "lfm2")
 
@@ -53,10 +50,3 @@ def test_a_run_learns_and_its_model_is_one_of_transformers(
     before = AutoModelForCausalLM.from_pretrained(folders[family].folder / "model")
     after = [float(m(input_ids=ids, labels=ids, use_cache=False).loss) for m in (model, before)]
     assert after[0] < after[1] - 0.5
-
-
-def test_sequence_parallelism_is_refused_by_name(folders: dict[str, TinyRun]) -> None:
-    shape = describe(AutoConfig.from_pretrained(folders["lfm2"].folder / "model"))
-    with pytest.raises(ConfigError, match="sp 2 x pp 1, a multiple of 2 devices, for a lfm2") as e:
-        layouts(2, shape, sp=2, pp=1)
-    assert e.value.required.startswith("parallel.sp 1: the state of a sequence")

@@ -729,6 +729,7 @@ class _RankMemory:
         if entering := cell.state and cell.state * len(list(self._entering(chunk, stage))):
             self.read("kv", entering)
             passing["states"] += entering  # the cell works on copies
+        passing["states"] += self._arriving(chunk, stage) and 2 * cell.largest_state  # messages
         # a pass to the last K,V ends before the last layer's attention
         layers = range(what.remembered, height - (what.computes == "to last kv"))
         if layers:
@@ -771,6 +772,7 @@ class _RankMemory:
         num_bytes = tokens * cell.graph(what.recompute_layers)
         # each layer's graph also saves the K,V that it has gathered
         num_bytes += gathered * (height - what.recompute_layers)
+        num_bytes += self._arriving(chunk, stage)
         if isinstance(action, Forward):
             self._hold("graphs", chunk, stage, num_bytes)
             self.write("graphs", num_bytes, height, tokens * cell.widest_saved)
@@ -890,6 +892,13 @@ class _RankMemory:
         for seq_id, position in self._recurrent(chunk, stage):
             if position:
                 yield self._plan.groups[seq_id][position - 1]
+
+    def _arriving(self, chunk: int, stage: int) -> int:
+        """Return the bytes of the recurrent states that other processes of a sequence-parallel
+        group send in a pass of a chunk: the graph holds those of one slice."""
+        slices = self._plan.chunks[chunk].slices
+        is_shared = any(s.place.size > 1 and token_share(s, self._process) for s in slices)
+        return self._cells[stage].state if is_shared else 0
 
     def _recurrent(self, chunk: int, stage: int) -> Iterator[tuple[int, int]]:
         """Yield (seq_id, index of the chunk among the sequence's chunks) of each cut sequence in a

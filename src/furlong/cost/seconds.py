@@ -3,7 +3,7 @@
 The time of one pass on one process of a sequence-parallel group is
 
     matrices + max(all-to-alls, attention of local slices) + attention of sharded slices
-    + waits for streamed K,V
+    + waits for streamed K,V + waits for recurrent states of other processes
 
 but at least the time of its kernel launches, since a GPU computes while its host launches, and at
 least the time in which ZeRO-3 gathers weights and scatters gradients of the pass.
@@ -14,6 +14,11 @@ least the time in which ZeRO-3 gathers weights and scatters gradients of the pas
     attention   attended keys * (1 / share + half_tokens / tokens) * FLOPs per key / rate, where the
                 share of the rate depends on the kind of call: blocks without a mask, one causal
                 square, or squares of several slices in one call
+
+    states      a process of a place of n has to wait until the n - 1 others have computed their
+                tokens in a recurrent layer. All layers up to the next attention follow in the same
+                order, so the wait shows once for them; in each layer if the place is larger than
+                the heads, where a process has early and late tokens
 
 A place is the group of processes over which a slice is sharded. A slice on a place of n processes
 counts 1/n for each of them. Slices on places of one size share an all-to-all; all-to-alls overlap
@@ -165,6 +170,7 @@ class StageSeconds:
             size: _NO_WAIT if "all-to-all" in free else self._sp_link(size, devices)
             for size in place_sizes(layout.sp)
         }
+        self._has_free_exchange = "all-to-all" in free
         self._stream = None if kv == "none" or "streams" in free else links.to(kv)
         kv_token_bytes = shape.stored_size * element / layout.sp
         self._segment_tokens = segment_tokens(kv_token_bytes, hardware.device_type, kv != "none")
@@ -211,6 +217,8 @@ class StageSeconds:
         seconds += np.maximum(local, exchanged) + shared
         if self._stream is not None:
             seconds += np.stack([self._waits_s(part, table) for part in parts])
+        if self._shape.is_recurrent and not self._has_free_exchange:
+            seconds += np.stack([self._relays_s(part, table) for part in parts])
         launched = _sums(launches, np.stack([busy, table.num_slices]))
         # a GPU computes while its host launches the next kernels
         both = np.maximum if self._hardware.hides_launches else np.add
@@ -301,6 +309,33 @@ class StageSeconds:
         for size, tokens in table.exchanged_tokens.items():
             total += 4 * self._sp_links[size].latency_s * (tokens > 0)
             total += self._exchange_s(size) * tokens
+        return total
+
+    def _relays_s(self, part: PassPart, table: ChunkTable) -> Array:
+        """Return (S, C): seconds in which a process waits for recurrent states that others pass on,
+        from the process of a slice's first tokens to that of its last."""
+        total = np.zeros_like(table.tokens)
+        waits: list[tuple[float, int]] = []  # of each layer, by the attention layer before it
+        linear, passed = (1, 1)
+        if part.work == "backward":
+            linear, passed = 2 - (self._training.lora is not None), 2
+        num_attending = 0
+        for layer, saved in zip(self._layers[: self._num_layers(part)], self._saved, strict=False):
+            if share := layer.mixer_share:
+                token_s = linear * layer.flops / self._rate
+                token_s += passed * saved / self._hardware.activation_bytes_per_s
+                waits.append((share * token_s, num_attending))
+            num_attending += layer.attends
+        if not waits:
+            return total
+        num_bytes = max(layer.state_bytes(self._training.compute_bytes) for layer in self._layers)
+        for size, tokens in table.exchanged_tokens.items():
+            longest = {at: max(s for s, own in waits if own == at) for _, at in waits}
+            in_each_layer = num_attending and self._shape.inner_size(size) < size
+            own = [s for s, _ in waits] if in_each_layer else [*longest.values()]
+            total += sum(own) * (1 - 1 / size) * tokens
+            message_s = self._sp_links[size].seconds(num_bytes)
+            total += len(own) * (size - 1) * message_s * (tokens > 0)
         return total
 
     @cached_property

@@ -86,6 +86,15 @@ class LayerShape:
         return self.state_float32 + self.state_columns > 0
 
     @property
+    def mixer_share(self) -> float:
+        """Share of the layer's FLOPs without attention that its recurrent mixer has: all linear
+        layers of kind "mixer", and the scan. 0 without a recurrent mixer."""
+        if not self.is_recurrent:
+            return 0.0
+        own = sum(weights for *_, kind, weights in self.adaptable if kind == "mixer")
+        return min(1.0, (2 * own + self.scan_flops) / max(1, self.flops))
+
+    @property
     def unvisited(self) -> float:
         """Share of the experts that are inactive for a token."""
         return 1 - self.num_active / self.num_experts

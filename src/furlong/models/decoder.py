@@ -302,17 +302,12 @@ class HFDecoder:
             )
         return num_heads, num_kv_heads
 
-    def require_own_tokens(self) -> None:
-        """Raise UnsupportedModelError if layers are recurrent: the processes of a sequence-parallel
-        group cannot divide their states."""
-        if self.probed.mixers:
-            kind = type(self.probed.mixers[0].module).__name__
-            raise UnsupportedModelError(
-                given=f"{self.name}, whose {kind} keeps a state, on sp groups of several processes",
-                required="layers in which tokens meet in attention alone, for sequence parallelism",
-                source="the model's layers, and parallel.sp",
-                change="use parallel: {sp: 1}, with dp or pp in its place",
-            )
+    def heads_for(self, sp_size: int) -> tuple[int, int]:
+        """Return `heads`, which the processes of a sequence-parallel group of `sp_size` divide. A
+        model without attention gets `sp_size` heads, for which no group is split: each process has
+        consecutive tokens."""
+        has_attention = self.events is None or any(kind == "attention" for kind, _ in self.events)
+        return self.heads if has_attention else (sp_size, sp_size)
 
     @property
     def num_input_ids(self) -> int:

@@ -131,6 +131,8 @@ class _AnyDtype(TorchDispatchMode):
 class _Chunk(_AnyDtype):
     """Counts the work of each layer while one chunk runs; bound to modules as the chunk's cell."""
 
+    process = 0
+
     def __init__(self, model: HFDecoder, num_tokens: int) -> None:
         super().__init__()
         layers, base = model.layers, model.base

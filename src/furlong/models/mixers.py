@@ -27,6 +27,11 @@ a leaf, whose gradient is sent to the previous chunk (`receive_states`); the sta
 output, whose gradient the next chunk has sent (`send_states`). Both run inside the backward of the
 cell, so that checkpoints and retained graphs need no special case.
 
+In a sequence-parallel group a slice is in several runs of consecutive tokens, one process after the
+other. Between two runs the states go by a message in the place of the store, and their gradients
+come back; what enters or leaves a run is the same. All processes of the group enter each message,
+in the order of slices and tokens, and in the reverse order in a backward.
+
     C channels, K tokens of a convolution's state, T tokens of a chunk or slice, D hidden size, W
     width of a block, b batch, d channels and n size of a selective scan's state
 """
@@ -37,8 +42,9 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from types import FunctionType, MethodType
 from typing import Any, Literal
 
@@ -58,6 +64,8 @@ from furlong.plan.passes import Pass
 StateKey = tuple[str, int]
 """(kind of a state: "conv", "recurrent" or "linear"; its number in the layer)."""
 States = dict[StateKey, Tensor]
+StateForms = dict[StateKey, tuple[torch.Size, torch.dtype]]
+"""Shape and dtype of each state of a mixer, in the order in which a message holds them."""
 
 
 class EmptyCache(DynamicCache):  # type: ignore[misc]
@@ -232,6 +240,8 @@ class Current:
     cache: SliceCache | None = None
     num_scans: int = 0
     """Scans of the slice so far: some mixers scan their heads one by one."""
+    forms: dict[torch.dtype, StateForms] = field(default_factory=dict)
+    """dtype of the mixer's input -> forms of its states, for messages between processes."""
 
 
 def mixer_forward(module: nn.Module, current: Current) -> Callable[..., Any]:
@@ -386,16 +396,32 @@ _BUCKET_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class SliceRows:
-    """A slice of a chunk: its rows, and whether states enter and leave it."""
+    """Consecutive tokens of a slice on one process, and how states enter and leave them.
+
+    Where the process that has stored a slice's states has none of its first tokens, its part has no
+    rows and passes the states on.
+    """
 
     index: int
     """Number of the slice in the chunk."""
     rows: slice
-    """Rows of the slice in the chunk."""
+    """Rows of the tokens among the process's rows of the chunk."""
     continues: bool
-    """Whether the slice has a prefix, whose states enter it."""
+    """Whether states of an earlier chunk, which the process has stored, enter."""
     is_continued: bool
-    """Whether a later chunk continues the slice's sequence."""
+    """Whether a later chunk continues the slice's sequence after these tokens."""
+    process: int = 0
+    """Process of the sequence-parallel group that has the rows."""
+    before: int | None = None
+    """Process that sends the entering states, if another one has the tokens before these."""
+    behind: int | None = None
+    """Process that gets the states at the end, if another one has the next tokens of the slice."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no state enters or leaves."""
+        is_alone = self.before is None and self.behind is None
+        return is_alone and not self.continues and not self.is_continued
 
     @property
     def num_tokens(self) -> int:
@@ -430,32 +456,76 @@ def _forward(
     if pass_of is None:
         raise called_within(mixer.module)
     cell: Any = pass_of.cell  # with `runtime.cell.Cell`'s slices and states
-    given, found, output = inputs_of(args, kwargs), dict[int, Tensor](), None
-    for parts in in_batches(cell.state_slices()):  # several are whole sequences, without states
-        part, take = parts[0], partial(_rows_of, parts)
-        x, before = take(given.x), States()
-        if part.continues:
-            x, before = cell.enter(mixer.layer, part.index, x)
-        current.cache, current.num_scans = SliceCache(before, x.shape[1]), 0
-        try:
-            own_args, own_kwargs = given.of(x, take, current.cache)
-            output = own(*own_args, **own_kwargs)
-            after, unread = current.cache.after, current.cache.unread
-        finally:
-            current.cache = None
-        if unread:  # the slice was computed as if its sequence began with it
-            raise _leaves_states(mixer, unread)
-        y = first(output)
-        if part.is_continued:
-            y = cell.leave(pass_of.what, mixer.layer, part.index, y, after)
+    given, states = inputs_of(args, kwargs), States()
+    parts_of_chunk = cell.state_slices()
+    is_relayed = any(part.behind is not None for part in parts_of_chunk)
+    forms = _forms(own, current, given) if is_relayed else {}
+    found: list[tuple[int, Tensor]] = []  # (first row, output of these rows)
+    output = None
+    for parts in in_batches(parts_of_chunk):  # several are whole sequences, without states
+        part, take, after = parts[0], partial(_rows_of, parts), States()
+        y = take(given.x)
+        if part.process == cell.process:
+            before = States()
+            if part.continues:
+                y, before = cell.enter(mixer.layer, part.index, y)
+            elif part.before is not None:
+                y, before = cell.receive(part, y, states, forms)
+            after = before
+            if part.num_tokens:
+                output, after = _call(mixer, own, current, given, y, take, before)
+                y = first(output)
+            if part.is_continued:
+                y = cell.leave(pass_of.what, mixer.layer, part.index, y, after)
+        if part.behind is not None:
+            y, states = cell.pass_on(part, y, after, forms)
         if len(parts) == 1:
-            found[part.index] = y
+            found.append((part.rows.start, y))
         else:
-            found |= {p.index: y[n : n + 1, : p.num_tokens] for n, p in enumerate(parts)}
+            found += [(p.rows.start, y[n : n + 1, : p.num_tokens]) for n, p in enumerate(parts)]
     cell.mixed(pass_of.what, mixer.layer)
-    ys = [found[index] for index in sorted(found)]
+    assert output is not None, "a mixer without rows"
+    # parts without rows have the input's dtype, and are there for their place in the graph
+    ys = [y.to(first(output).dtype) for _, y in sorted(found, key=itemgetter(0))]
     y = ys[0] if len(ys) == 1 else torch.cat(ys, 1)
     return (y, *output[1:]) if isinstance(output, tuple) else y
+
+
+def _call(
+    mixer: Mixer, own: Callable[..., Any], current: Current, given: Inputs, x: Tensor,
+    take: Callable[[Tensor], Tensor], before: States,
+) -> tuple[Any, States]:  # fmt: skip
+    """Call a mixer on some rows x of a chunk. Return (its output, states after the rows)."""
+    cache = current.cache = SliceCache(before, x.shape[1])
+    current.num_scans = 0
+    try:
+        own_args, own_kwargs = given.of(x, take, cache)
+        output = own(*own_args, **own_kwargs)
+    finally:
+        current.cache = None
+    if cache.unread:  # the slice was computed as if its sequence began with it
+        raise _leaves_states(mixer, cache.unread)
+    return output, cache.after
+
+
+def _forms(own: Callable[..., Any], current: Current, given: Inputs) -> StateForms:
+    """Return the forms of a mixer's states, which a process must know before states arrive. The
+    first call finds them by a forward of one token."""
+    x = given.x
+    if x.dtype not in current.forms:
+        cache = current.cache = SliceCache({}, 1)
+        current.num_scans = 0
+        devices = [x.device] if x.device.type == "cuda" else []
+        try:
+            # without a graph: a checkpointed layer must save the same tensors each time
+            with torch.random.fork_rng(devices), torch.no_grad():
+                args, kwargs = given.of(x[:, :1], lambda rows: rows[:, :1], cache)
+                own(*args, **kwargs)
+        finally:
+            current.cache = None
+            torch.clear_autocast_cache()  # else it would hold casts of weights without a graph
+        current.forms[x.dtype] = {k: (s.shape, s.dtype) for k, s in sorted(cache.after.items())}
+    return current.forms[x.dtype]
 
 
 def _leaves_states(mixer: Mixer, unread: Collection[StateKey]) -> UnsupportedModelError:
@@ -484,11 +554,10 @@ def in_batches(parts: Sequence[SliceRows]) -> list[list[SliceRows]]:
     """Group slices into calls of a mixer. Whole sequences of similar lengths share a call, where
     padding less than doubles the tokens; every other slice has a call of its own."""
     batches: dict[tuple[int, ...], list[SliceRows]] = {}
-    for part in parts:
+    for number, part in enumerate(parts):
         n = part.num_tokens
         alike = (n.bit_length(),) if n < _BUCKET_TOKENS else (_BUCKET_TOKENS, n // _BUCKET_TOKENS)
-        is_whole = not part.continues and not part.is_continued
-        batches.setdefault(alike if is_whole else (0, 0, part.index), []).append(part)
+        batches.setdefault(alike if part.is_whole else (0, 0, number), []).append(part)
     return list(batches.values())
 
 
@@ -588,6 +657,15 @@ def send_states(
     if not torch.is_grad_enabled() or not y.requires_grad:
         return y
     return _SendStates.apply(later_grads, y, *states)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def in_graph(y: Tensor) -> Tensor:
+    """Return y as the output of an autograd node, also where nothing before it is trained, so that
+    all processes of a group take part in the messages of a backward."""
+    if not torch.is_grad_enabled():
+        return y
+    anchor = torch.empty(0, device=y.device, requires_grad=True)
+    return _ReceiveStates.apply(anchor, lambda _: None, y)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ReceiveStates(torch.autograd.Function):

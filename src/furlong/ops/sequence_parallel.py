@@ -217,6 +217,42 @@ class AllToAll:
         return partial(_arrived, work, into, x)
 
 
+def pass_on(
+    exchange: Exchange, size: int, process: int, way: tuple[int, int], given: Sequence[Tensor],
+    forms: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device,
+) -> list[Tensor]:  # fmt: skip
+    """Send tensors from one process of a group to another, in an all-to-all that each process of
+    the group enters. Return the tensors on the process that gets them, which waits for them; an
+    empty list on the others.
+
+    Args:
+        size: Processes of the group.
+        process: Number of this process in the group.
+        way: (number of the sender, number of the receiver).
+        given: The sender's tensors; not read elsewhere.
+        forms: (shape, dtype) of each tensor.
+    """
+    source, target = way
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in forms]
+    send, recv, x = [0] * size, [0] * size, torch.empty(0, dtype=torch.uint8, device=device)
+    if process == source:
+        forms_given = [(own.shape, own.dtype) for own in given]
+        assert forms_given == list(forms), f"states {forms_given}, expected {list(forms)}"
+        x = torch.cat([own.detach().contiguous().view(-1).view(torch.uint8) for own in given])
+        send[target] = sum(sizes)
+    if process == target:
+        recv[source] = sum(sizes)
+    arrived = exchange.start(x[:, None], send, recv, size)
+    if process != target:
+        return []
+    parts = arrived()[:, 0].split(sizes)
+    # a copy each: a part of the bytes may begin where no element of its dtype can
+    return [
+        part.clone().view(dtype).view(shape)
+        for part, (shape, dtype) in zip(parts, forms, strict=True)
+    ]
+
+
 def _arrived(work: dist.Work, into: Tensor, sent: Tensor) -> Tensor:
     """Wait for the rows that arrive, and return them; `sent` must live until then."""
     work.wait()

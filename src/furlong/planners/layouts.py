@@ -34,7 +34,6 @@ def layouts(
 
     - If sp divides the number of query heads, its groups use Ulysses. Otherwise they gather K,V.
       Such layouts come last in the result; without `gathers` only if there are no others.
-    - Models with recurrent layers need sp 1.
     - pp is at most the number of layers, and 1 if layers need more than the output of the layer
       before.
     - dp is a multiple of `replicate`, the number of groups that each hold all weights.
@@ -44,7 +43,7 @@ def layouts(
     found = [
         Layout(num_devices // (s * p), s, p)
         for s in divisors(num_devices)
-        if sp in (None, s) and (s == 1 or not shape.is_recurrent)
+        if sp in (None, s)
         for p in divisors(num_devices // s)
         if pp in (None, p) and p <= (1 if shape.whole else shape.num_layers)
         if dp in (None, num_devices // (s * p))
@@ -115,12 +114,7 @@ def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]
     given = f"parallel: {words}, {relation} {count_words(product, 'device')}"
     source = "the sizes of parallel and the model's layers"
     pp, layers = sizes["pp"] or 1, shape.num_layers
-    if (sizes["sp"] or 1) > 1 and shape.is_recurrent:
-        count = sum(layer.is_recurrent for layer in shape.layers)
-        given += f", for a {shape.family}, in which {count} of {layers} layers are recurrent"
-        required = "parallel.sp 1: the state of a sequence goes from token to token on one device"
-        change = "set parallel.sp to 1; replicas (parallel.dp) take further devices"
-    elif pp > 1 and shape.whole:
+    if pp > 1 and shape.whole:
         given += f", for a {shape.family}, which {shape.whole}"
         required = "parallel.pp 1: its decoder is not divided between layers"
         change = "set parallel.pp to 1; replicas (parallel.dp) take further devices"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from weakref import ref
 
 import torch
@@ -15,10 +15,19 @@ from torch.distributed.tensor import DTensor
 
 from furlong.errors import PlanError, UnsupportedModelError
 from furlong.kv.pools import Handle, Lease, Pool, Pools
-from furlong.kv.store import KVStore
+from furlong.kv.store import KVStore, present
 from furlong.models.attention import KVReady
 from furlong.models.decoder import HFDecoder
-from furlong.models.mixers import SliceRows, States, TokenMixing, receive_states, send_states
+from furlong.models.mixers import (
+    SliceRows,
+    StateForms,
+    StateKey,
+    States,
+    TokenMixing,
+    in_graph,
+    receive_states,
+    send_states,
+)
 from furlong.models.support import OTHER_FAMILY
 from furlong.ops.attention import (
     AttentionRule,
@@ -31,7 +40,7 @@ from furlong.ops.attention import (
 )
 from furlong.ops.backends.base import Backend
 from furlong.ops.latent import Expansion, LatentKV, store_latents
-from furlong.ops.sequence_parallel import Exchange
+from furlong.ops.sequence_parallel import Exchange, pass_on
 from furlong.plan.passes import Pass
 from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.plan.rows import ChunkRows, rows_of
@@ -50,8 +59,7 @@ def rows_on(model: HFDecoder, plan: ChunkPlan, process: int = 0) -> Callable[[Ch
         )
     q_heads, kv_heads = 1, 1
     if plan.sp_size > 1:
-        model.require_own_tokens()
-        q_heads, kv_heads = model.heads
+        q_heads, kv_heads = model.heads_for(plan.sp_size)
     return partial(
         rows_of, process=process, sp_size=plan.sp_size, q_heads=q_heads, kv_heads=kv_heads,
         position=plan.position,
@@ -89,6 +97,59 @@ def chunk_pieces(plan: ChunkPlan, chunk: int) -> dict[int, Piece]:
         for number, s in enumerate(plan.chunks[chunk].slices)
         if s.seq_id in index_of
     }  # fmt: skip
+
+
+def state_runs(model: HFDecoder, plan: ChunkPlan, process: int) -> StateRuns:
+    """Return a function that maps the number of a chunk to the parts of its slices that recurrent
+    layers compute on `process`, or that one process of the group passes on to another.
+
+    They are in the order of slices and tokens, which is that of the messages on all processes. So
+    each process waits for earlier tokens alone, and in a backward for later ones alone.
+    """
+    if model.events is None:
+        return lambda chunk: []
+    rows_of_all = [rows_on(model, plan, number) for number in range(plan.sp_size)]
+
+    @cache
+    def owned(chunk: int) -> dict[int, list[Owned]]:
+        """Return seq_id -> its tokens in the chunk, in their order, by process."""
+        found: dict[int, list[Owned]] = {}
+        for number, rows_here in enumerate(rows_of_all):
+            last: Owned | None = None
+            for (seq_id, start, stop), row in rows_here(plan.chunks[chunk]).runs():
+                own = found.setdefault(seq_id, [])
+                if own and own[-1] is last and last[1] == start:  # the halves of one stretch
+                    start, row = last[0], last[3]
+                    own.pop()
+                last = start, stop, number, row
+                own.append(last)
+        return {seq_id: sorted(own) for seq_id, own in found.items()}
+
+    def runs(chunk: int) -> list[SliceRows]:
+        pieces, found = chunk_pieces(plan, chunk), []
+        for index, one in enumerate(plan.chunks[chunk].slices):
+            piece, parts = pieces.get(index), owned(chunk)[one.seq_id]
+            stored = None  # the process that has stored the entering states
+            if piece is not None and piece.index > 0:
+                stored = owned(plan.groups[one.seq_id][piece.index - 1])[one.seq_id][-1][2]
+            if stored not in (None, parts[0][2]):
+                parts = [(one.start, one.start, present(stored), 0), *parts]
+            for n, (start, stop, number, row) in enumerate(parts):
+                before = parts[n - 1][2] if n else None
+                behind = parts[n + 1][2] if n + 1 < len(parts) else None
+                rows = slice(row, row + stop - start) if number == process else slice(0, 0)
+                if number == process or behind is not None:
+                    ends = behind is None and piece is not None and piece.continues
+                    starts = not n and stored is not None
+                    found.append(SliceRows(index, rows, starts, ends, number, before, behind))
+        return found
+
+    return runs
+
+
+StateRuns = Callable[[int], list[SliceRows]]
+Owned = tuple[int, int, int, int]
+"""Consecutive tokens of a sequence on one process: (start, stop, process, their first row)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +294,11 @@ class Cell:
     """Attention and recurrent mixers of the layers, in the order in which they run."""
     exchange: Exchange | None = None
     """All-to-all, for slices that several processes hold."""
+    runs: Sequence[SliceRows] = ()
+    """Parts of the chunk's slices that recurrent layers compute or pass on (`state_runs`)."""
+    process: int = 0
+    """Number of this process in its sequence-parallel group."""
+    sp_size: int = 1
     relay_factor: float = 1.0
     met: list[TokenMixing] = field(default_factory=list)
     """Events of the current pass, in order."""
@@ -306,17 +372,59 @@ class Cell:
         return out
 
     def state_slices(self) -> list[SliceRows]:
-        """Return the chunk's slices, each with whether it starts from a stored recurrent state, and
-        whether a later chunk continues its state."""
-        assert not self.rows.exchanged, "states on several processes"
-        if self.rows.own is None:  # a dummy chunk: one token of no sequence
-            return [SliceRows(0, slice(0, self.rows.num_rows), continues=False, is_continued=False)]
-        found = []
-        for placed in self.rows.own.slices:
-            piece = self.pieces.get(placed.index)
-            ends = (False, False) if piece is None else (piece.index > 0, piece.continues)
-            found.append(SliceRows(placed.index, slice(*placed.keys), *ends))
-        return found
+        """Return the parts of the chunk's slices that this process computes, and those that another
+        process passes on, in the order in which all processes of the group take them."""
+        if any(run.process == self.process and run.num_tokens for run in self.runs):
+            return [*self.runs]
+        # a dummy chunk, or a process without tokens: one token of no sequence
+        rows = slice(0, self.rows.num_rows)
+        dummy = SliceRows(-1, rows, continues=False, is_continued=False, process=self.process)
+        return [dummy, *self.runs]
+
+    def receive(
+        self, run: SliceRows, x: Tensor, states: States, forms: StateForms
+    ) -> tuple[Tensor, States]:
+        """Return (x, states): the input x (1, T, D) of a run, and the states with which it starts,
+        as another process has sent them. In the backward their gradients are sent back."""
+
+        def send(grads: Mapping[StateKey, Tensor | None]) -> None:
+            dense = {}
+            for kind, state in states.items():
+                grad = grads[kind]
+                dense[kind] = torch.zeros_like(state) if grad is None else grad
+            self._message((run.process, present(run.before)), dense, forms, x.device)
+
+        return receive_states(x, states, send)
+
+    def pass_on(
+        self, run: SliceRows, y: Tensor, states: States, forms: StateForms
+    ) -> tuple[Tensor, States]:
+        """Send the `states` at the end of a run to the process of the slice's next tokens. Every
+        process of the group calls this, in the same order. Return (y, states): the run's output y
+        (1, T, D), unchanged, and the states on the process that gets them.
+
+        In the backward the gradients of the states come back, in the reverse order."""
+        way = run.process, present(run.behind)
+        arrived = self._message(way, states, forms, y.device)
+        if self.process == way[1] or not torch.is_grad_enabled():
+            return y, arrived
+
+        def later_grads() -> list[Tensor | None]:
+            return [*self._message(way[::-1], {}, forms, y.device).values()]
+
+        own = [states[kind] for kind in forms] if self.process == way[0] else []
+        return send_states(in_graph(y), own, later_grads), arrived
+
+    def _message(
+        self, way: tuple[int, int], states: States, forms: StateForms, device: torch.device
+    ) -> States:
+        """Send states from one process of the group to another; return them on the receiver."""
+        assert self.exchange is not None, "states for another process, without an exchange"
+        given = [states[kind] for kind in forms] if self.process == way[0] else []
+        arrived = pass_on(
+            self.exchange, self.sp_size, self.process, way, given, [*forms.values()], device
+        )
+        return dict(zip(forms, arrived, strict=True)) if arrived else {}
 
     def enter(self, layer: int, slice_index: int, x: Tensor) -> tuple[Tensor, States]:
         """Read the recurrent states with which a slice starts: those that the preceding chunk has

@@ -41,7 +41,7 @@ from furlong.plan.plan import (
     Unshard,
 )
 from furlong.runtime.batch import Batch, ChunkInputs, ChunkTargets, chunk_inputs, chunk_targets
-from furlong.runtime.cell import Cell, SavedGraph, chunk_pieces, open_store, rows_on
+from furlong.runtime.cell import Cell, SavedGraph, chunk_pieces, open_store, rows_on, state_runs
 from furlong.runtime.distributed.comms import Comms
 from furlong.runtime.head import Head, LossHead
 from furlong.runtime.profile import Measuring, ProcessHeap, Recorder
@@ -128,6 +128,7 @@ class Executor:
         model.require_held(i for stage in {s for _, s in own} for i in self._stages[stage].layers)
         self._num_labels = num_labels or batch.num_labels
         self._rows_of, self._exchange = rows_on(model, plan, process), exchange
+        self._state_runs, self._process = state_runs(model, plan, process), process
         self._batch, self._inputs = batch, dict[int, ChunkInputs]()
         self._store = open_store(plan, pools)
         self._graphs = None if plan.offload.graphs == "none" else pools.of(plan.offload.graphs)
@@ -383,6 +384,7 @@ class Executor:
         return Cell(
             self._inputs_of(chunk).rows, chunk_pieces(self._plan, chunk), self._store,
             self._backend, self._attention, own.layers, own.events, self._exchange,
+            self._state_runs(chunk), self._process, self._plan.sp_size,
             adds_gradients=self._embedded is None,
         )  # fmt: skip
 
