@@ -326,7 +326,6 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "layer-first in a pipeline": (
             {"parallel.pp": 2, "chunks.order": "layer-first"}, "--devices=2",
         ),
-        "divided states": ({"model.name": "mamba", "parallel.sp": 2}, "--devices=2"),
         "freed states": ({"model.name": "whole", "parallel.reshard": True}, "--devices=2"),
         "one freed stage": (
             {"parallel.reshard": True, "chunks.stage_layers": 2}, "--devices=2",

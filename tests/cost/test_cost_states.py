@@ -14,7 +14,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.kv.store import StateStore
 from furlong.models.describe import describe
-from furlong.plan.plan import Forward
+from furlong.plan.plan import Chunk, Forward, Place, Slice
 from furlong.plan.text import format_action
 from furlong.planners.candidates import ByteBound
 from furlong.planners.options import ChunkOptions
@@ -103,6 +103,25 @@ def test_the_time_of_recurrent_layers_is_linear_in_tokens():
         costs = model.costs(plan)
         seconds.append(sum(costs.compute_s(action, 0) for action in plan.actions[0]))
     assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
+
+
+def test_processes_of_a_place_wait_for_the_states_of_earlier_tokens():
+    """Without attention the wait shows once, for all layers, and nothing is exchanged beside."""
+    config = {**HYBRIDS["mamba2"], "model_type": "mamba2", "conv_kernel": 4, "expand": 2}
+    model = CostModel(shape_of_values(config), Machine.named("H100"))
+    waits = []
+    for size, num_tokens in ((2, 2**24), (4, 2**24), (4, 2**25)):
+        chunks = [Chunk((Slice(0, 0, num_tokens, Place(0, size)),))]
+        seconds, free = (
+            model.cell_seconds(chunks, (3,), sp_size=size, free=given)
+            for given in ((), ("all-to-all",))
+        )
+        waits.append((seconds - free)[0, 0])
+    assert (waits[0] > 0).all()
+    # the part of the others is a half, then three quarters
+    assert waits[1] / waits[0] == pytest.approx([1.5, 1.5], rel=0.05)
+    assert waits[2] / waits[1] == pytest.approx([2, 2], rel=0.05)
+    assert (waits[0] < free[0, 0] / 2).all()
 
 
 NUM_TOKENS, CHUNK = 70, 16
