@@ -44,10 +44,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bare": ("llama", TINY),
     "base": ("llama", TINY),
     "gpt2": ("gpt2", GPT2),
-    "mamba": (
-        "mamba",
-        {"vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
-    ),
     "dropping": ("llama", {**TINY, "attention_dropout": 0.1}),
     "whole": ("zamba2", {k: v for k, v in HYBRIDS["zamba2"].items() if v is not None}),
     "packed": ("llama", {**TINY, "quantization_config": PACKED}),
