@@ -99,11 +99,9 @@ def test_what_cannot_be_is_refused_by_name(plan, name, flags, given, required):
     assert required in said.replace("\n", " ")
 
 
-@pytest.mark.parametrize("name", ["bamba", "zamba2"])
-def test_the_search_over_devices_keeps_to_what_can_be(plan, name):
-    code, said = plan(name, *QUICK, "--devices", "4", "--json")
+def test_the_search_over_devices_keeps_to_what_can_be(plan):
+    code, said = plan("zamba2", *QUICK, "--devices", "4", "--json")
     assert code == 0, said
     # a line on stderr, after ten seconds, comes behind the object
     layout = json.JSONDecoder().raw_decode(said)[0]["layout"]
-    assert layout["sp"] == layout["sp_size"] == 1
-    assert layout["pp"] == 1 or name == "bamba"
+    assert layout["pp"] == 1, "its layers hand on more than hidden states"
