@@ -270,6 +270,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "little memory": {"memory.device": "150KiB"},
         "little disk": {"memory.device": "1MiB", "offload": "disk", "memory.disk": "1KiB"},
         "rope": {"data.max_seq_len": 4096},
+        "beyond the positions": {"data.eval": [{"path": "texts.jsonl", "max_seq_len": 4096}]},
         "short rope": {
             "data.max_seq_len": 4096, "model.rope": {"rope_type": "yarn", "factor": 2},
         },
@@ -411,6 +412,7 @@ ELSEWHERE = {
     "config/messages.py: a run: its file": _USAGE,
     "config/messages.py: set model.config": "a value that only the user knows",
     "config/recipes.py: keep the script": _PYTHON,
+    "config/schema.py: write data.max_seq_len": "a value that only the user knows",
     "data/chat.py: correct that line": _OWN_TEMPLATE,
     "data/chat.py: mend or remove": _OWN_TEMPLATE,
     "data/chat.py: set data.chat_template": _TRIED,

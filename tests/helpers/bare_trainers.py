@@ -66,7 +66,7 @@ class BareTrainer(Trainer):
         self.schedule = build_schedule(self.optimizer, self.config.train, num_steps)
         self.progress, self.saved_step, self._stop = Progress(), 0, None
         self._num_loads = 0
-        self.eval_data, self.prompts = None, []
+        self.eval_data, self.beyond_data, self.prompts = None, {}, []
         self.checkpoints = Checkpoints(folder)
         self._given, self._say = batches, say
         self.losses: list[float | None] = []

@@ -14,7 +14,7 @@ from furlong.data.tokenize import Sequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.train.batches import BatchEngine
-from furlong.train.evaluation import evaluate
+from furlong.train.evaluation import Beyond, Stretch, evaluate
 from furlong.train.memory import Fitting, UsedMemory
 
 LENS = (300, 1, 65, 64, 130)
@@ -138,3 +138,52 @@ def test_it_is_held_to_the_budget_of_the_steps(monkeypatch: pytest.MonkeyPatch) 
     assert fitting.options.size == 64
     assert whole is not None and in_parts is not None
     assert in_parts.loss == pytest.approx(whole.loss, rel=1e-6)
+
+
+def test_loss_beyond_the_trained_length_is_beside_that_of_the_same_sequences() -> None:
+    """Only the sequences of 300 and 130 tokens are longer than 100."""
+    model, batches = make_model(), make_batches()
+    options = Fitting(ChunkOptions(size=64))
+    given = evaluate(BatchEngine(Engine(model)), batches, options, trained_tokens=100)
+    assert given is not None and given.beyond is not None
+    longer = [
+        true_losses(model, [TrainBatch((sequence,), LoaderState(0, 1))])
+        for batch in batches for sequence in batch.sequences if len(sequence.labels) > 100
+    ]  # fmt: skip
+    for stretch in given.beyond.stretches:
+        reaching = [
+            (dict(zip(*each, strict=True)), stretch.start // 25) for each in longer
+        ]  # position -> loss
+        inside, trained = [], []
+        for by_position, number in reaching:
+            own = [loss for at, loss in by_position.items() if at // 25 == number]
+            inside += own
+            trained += [loss for at, loss in by_position.items() if 50 <= at < 100 and own]
+        assert stretch.num_valid_tokens == len(inside)
+        assert (stretch.loss, stretch.trained_loss, stretch.loss_error) == (
+            pytest.approx(np.mean(inside), rel=1e-12),
+            pytest.approx(np.mean(trained), rel=1e-12),
+            pytest.approx(np.std(inside) / len(inside) ** 0.5, rel=1e-6),
+        )
+    assert [each.start for each in given.beyond.outside] == list(range(100, 300, 25))
+    shorter = evaluate(BatchEngine(Engine(model)), batches, options, trained_tokens=300)
+    assert shorter is not None and shorter.beyond is None
+
+
+@pytest.mark.parametrize(
+    ("rises", "position"),
+    [
+        ((0.0, 0.0, 0.01, -0.01, 0.01), None),  # by chance alone
+        ((0.0, 0.3, 0.3, 0.3, -0.1), None),  # not to the end
+        ((0.0, -0.01, 0.02, 0.4, 0.9), 60),
+        ((0.5, 0.05, 0.05, 0.05, 0.05), 50),  # what lies within the trained length is not asked
+    ],
+)
+def test_the_loss_rises_from_where_it_stays_above_that_of_trained_positions(
+    rises: tuple[float, ...], position: int | None
+) -> None:
+    stretches = tuple(
+        Stretch(start, start + 10, 2 + rise, 2.0, 0.01, 0.005, 100)
+        for start, rise in zip(range(40, 90, 10), rises, strict=True)
+    )
+    assert Beyond(50, stretches).rises_from == position

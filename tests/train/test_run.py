@@ -52,6 +52,27 @@ def test_a_run_leaves_a_model_and_its_figures(
     assert loss == pytest.approx(report["eval_loss_after"], rel=1e-4)
 
 
+def test_sequences_longer_than_those_of_training_are_evaluated_for_themselves(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """They are no part of the held-out loss, which training goes by."""
+    run, texts = tmp_path / "run", tiny_run.folder / "texts"
+    flags = ("--data.max_seq_len=32", "--data.too_long=truncate", "--train.epochs=1")
+    longer = f"--data.eval=[{{path: {texts}, max_seq_len: 64}}]"
+    assert main(tiny_run.arguments(run, *flags, longer, "--train.early_stopping=2")) == 2
+    both = f"--data.eval=[{texts}, {{path: {texts}, max_seq_len: 64}}]"
+    assert main(tiny_run.arguments(run, *flags, both)) == 0
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [record for record in records if "eval_64_loss" in record]
+    assert [record["step"] for record in evaluated] == [0, 3]
+    beyond = evaluated[1]["eval_64_beyond"]
+    assert beyond["trained_tokens"] == 32
+    assert [each["start"] for each in beyond["stretches"]] == list(range(0, 64, 8))
+    assert "eval_beyond" not in evaluated[1] and (run / "beyond-64.png").stat().st_size > 1000
+    report = read_json(run / "report.json")
+    assert report["eval_loss_after"] == evaluated[1]["eval_loss"] != evaluated[1]["eval_64_loss"]
+
+
 def test_an_epoch_is_one_pass_though_batches_are_skipped(tiny_run: TinyRun, tmp_path: Path) -> None:
     """The model's weights are random, as the run file says."""
     data = tmp_path / "data.jsonl"

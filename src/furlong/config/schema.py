@@ -306,6 +306,9 @@ class Source(BaseModel):
     """Names of fields in this source, which override data.fields."""
     format: Literal["auto"] | Format | None = None
     """Format of the records, instead of data.format."""
+    max_seq_len: Positive | None = None
+    """Of data.eval: maximum number of tokens, above data.max_seq_len. Each such length is a data
+    set for itself, which shows the loss beyond the length that the run trains on."""
 
     @model_validator(mode="before")
     @classmethod
@@ -339,6 +342,11 @@ def _once(sources: tuple[Source, ...]) -> tuple[Source, ...]:
 
 
 def _shared(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    if any(source.max_seq_len for source in sources):
+        raise told(
+            required="no max_seq_len of a source of data.train",
+            change="write data.max_seq_len, which is that of all sources",
+        )
     shares = [source.share for source in sources]
     total = sum(filter(None, shares))
     if any(shares) and (None in shares or abs(total - 1) > 0.005):
@@ -389,7 +397,8 @@ class DataConfig(BaseModel):
     """Sources of training data: files of texts or records, folders, OWNER/NAME of the Hub, or
     {path, name, split, revision, weight, share, limit} for each of them."""
     eval: Annotated[Sources, AfterValidator(_once)] | None = _null("held-out.jsonl")
-    """Sources of held-out data, written as in data.train."""
+    """Sources of held-out data, written as in data.train. A source with a max_seq_len above the
+    run's is evaluated for itself, and shows the loss beyond the length that is trained on."""
     eval_share: Annotated[ShareOrWhole, Field(ge=0, le=MAX_WHOLE)] | None = _null(0.05)
     """Share of each source of data.train to hold out, instead of data.eval; from 1 on, the number
     of records to hold out in all."""
@@ -440,6 +449,23 @@ class DataConfig(BaseModel):
     the disk. Needs train.steps; several sources need a share each."""
     cache_dir: PlainPath | None = None
     """Folder for tokenized data; null = furlong in the user's cache directory."""
+
+    @property
+    def eval_by_length(self) -> dict[int, tuple[Source, ...]]:
+        """The sources of `eval` by their maximum number of tokens, ascending."""
+        lengths = sorted({source.max_seq_len or self.max_seq_len for source in self.eval or ()})
+        return {
+            length: tuple(
+                source for source in self.eval or ()
+                if (source.max_seq_len or self.max_seq_len) == length
+            )
+            for length in lengths
+        }  # fmt: skip
+
+    @property
+    def longest_tokens(self) -> int:
+        """Maximum number of tokens in a sequence to train on or to evaluate."""
+        return max((self.max_seq_len, *self.eval_by_length))
 
 
 _EITHER_OR = (
@@ -999,11 +1025,12 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         "add memory.disk, such as 64GiB, or remove offload",
     )
     for name in ("keep_best", "early_stopping"):
-        is_held_out = data.eval is not None or bool(data.eval_share)
+        is_held_out = data.max_seq_len in data.eval_by_length or bool(data.eval_share)
         yield (
             bool(getattr(train, name)) and not (is_held_out and train.eval_every_steps != 0),
             f"train.{name} and {'train.eval_every_steps' if is_held_out else 'data.eval'}",
-            "held-out data, and evaluations of them while the run goes on",
+            "held-out data without a max_seq_len of its own, and evaluations of them while the run"
+            " goes on",
             f"add {'train.eval_every_steps' if is_held_out else 'data.eval or data.eval_share'},"
             f" or remove train.{name}",
         )
@@ -1035,6 +1062,12 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         "data.too_long and train.loss",
         "answers that stay whole",
         "set data.too_long to error, truncate or drop",
+    )
+    yield (
+        min(data.eval_by_length, default=data.max_seq_len) < data.max_seq_len,
+        "data.eval and data.max_seq_len",
+        f"a max_seq_len of a source above data.max_seq_len = {data.max_seq_len:,}",
+        "raise the max_seq_len of the source, or remove it",
     )
     yield (
         data.streaming and any({"[", "+"} & {*(source.split or "")} for source in data.train),

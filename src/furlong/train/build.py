@@ -210,7 +210,7 @@ def load_splits(
     shared: Callable[[], SharedBlocks] | None = None,
 ) -> dict[str, Any]:
     """Load the data sets and print descriptions of them. Return {"train": data set} and, if
-    configured, "eval".
+    configured, "eval", and "eval N" for the sources of `data.eval` with a `max_seq_len` N.
 
     Args:
         format: Record format that the loss requires; None: the format in the settings.
@@ -222,22 +222,23 @@ def load_splits(
     """
     data: dict[str, Any] = {}
     settings = _dated(settings, tokenizer, day)
+    load = partial(load_data, tokenizer=tokenizer, format=format, is_compared=is_compared)
     if settings.streaming:
         data["train"] = StreamSet(settings, tokenizer, seed=seed, say=say, shared=shared)
-    for split, named in (("train", settings.train), ("eval", settings.eval)):
-        if named is not None and split not in data:
-            key = f"data.{split}"
-            data[split] = load_data(
-                named, tokenizer, settings, format=format, key=key, is_compared=is_compared
-            )
+    else:
+        data["train"] = load(settings.train, settings=settings, key="data.train")
+    for length, sources in settings.eval_by_length.items():
+        name = "eval" if length == settings.max_seq_len else f"eval {length}"
+        longer = settings.model_copy(update={"max_seq_len": length})
+        data[name] = load(sources, settings=longer, key="data.eval")
     if settings.eval_share:
         data["train"], data["eval"] = data["train"].split_off(settings.eval_share, seed)
     said = [*data["train"].describe()]
     if settings.eval_share:
         said.append(data["eval"].summary())
-    elif "eval" in data:
-        said += data["eval"].describe()
-        said += [] if settings.streaming else describe_shared(data["train"], data["eval"])
+    for held_out in [data[name] for name in data if name != "train" and not settings.eval_share]:
+        said += held_out.describe()
+        said += [] if settings.streaming else describe_shared(data["train"], held_out)
     print(*said, sep="\n")
     return data
 

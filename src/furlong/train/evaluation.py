@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from furlong.data.dataset import DataSet
 from furlong.data.loader import TrainBatch, Units, sequence_indices
-from furlong.data.tokenize import Sequence
+from furlong.data.tokenize import Sequence as TokenSequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.rng import modes_kept
@@ -29,6 +30,10 @@ HELD_OUT, TRAINING = "held-out", "training"
 """Names of the evaluated data: `data.eval`, and a share of the training sequences."""
 _FIRST_POSITIONS = 64
 """Positions below this are one bucket, since they have few tokens."""
+_STRETCHES = 512
+"""Most stretches of a quarter of the trained length; the last one takes all later positions."""
+_ERRORS = 3.0
+"""Standard errors by which a loss must lie above another to be called higher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,48 @@ class PositionBucket:
     loss: float
     """Mean over the bucket's tokens."""
     num_valid_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The labelled tokens at positions [start, stop) of the sequences longer than those that a run
+    trains on, beside the positions that it trains on in the same sequences."""
+
+    start: int
+    stop: int
+    loss: float
+    """Mean over the stretch's tokens."""
+    trained_loss: float
+    """Mean over positions in the second half of the trained length, of those sequences that have
+    tokens in the stretch."""
+    loss_error: float
+    """Standard error of `loss`, as if the tokens were independent."""
+    trained_error: float
+    """Standard error of `trained_loss`."""
+    num_valid_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """How the loss goes on beyond the length that a run trains on."""
+
+    trained_tokens: int
+    """Maximum number of tokens in a sequence to train on."""
+    stretches: tuple[Stretch, ...]
+    """Ascending, from position 0 on, without empty ones."""
+
+    @property
+    def outside(self) -> list[Stretch]:
+        """The stretches beyond the trained length."""
+        return [each for each in self.stretches if each.start >= self.trained_tokens]
+
+    @property
+    def rises_from(self) -> int | None:
+        """The first position beyond the trained length from which every stretch has a higher loss
+        than the trained positions, and all together by more than chance; None if there is none."""
+        outside = self.outside
+        rests = (outside[number:] for number in range(len(outside)))
+        return next((rest[0].start for rest in rests if _is_above(rest)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +104,8 @@ class Evaluation:
     """Ascending, without empty buckets; () for pairs."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other metrics of the loss, by name."""
+    beyond: Beyond | None = None
+    """None if no sequence is longer than those to train on, and for pairs."""
 
 
 def evaluate(
@@ -67,6 +116,7 @@ def evaluate(
     objective: Objective | None = None,
     used: UsedMemory | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    trained_tokens: int | None = None,
 ) -> Evaluation | None:
     """Return the mean loss of all batches, computed without gradients and with the model in eval
     mode. Afterwards every module has its earlier mode again. Return None if `should_stop()` becomes
@@ -77,6 +127,7 @@ def evaluate(
         objective: The loss; None: cross-entropy.
         used: Memory meter whose budget the evaluation must not exceed; None: no budget.
         should_stop: Called before each batch.
+        trained_tokens: Maximum number of tokens in a sequence to train on, for `Evaluation.beyond`.
     """
     objective = objective or Objective()
     loss_sum, num_terms, num_valid_tokens = 0.0, 0, 0
@@ -84,6 +135,7 @@ def evaluate(
     num_by_name: Counter[str] = Counter()
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.int64)
+    table = torch.zeros(0 if trained_tokens is None else _STRETCHES, 6, dtype=torch.float64)
     with evaluating(engine.model):
         for batch in batches:
             if should_stop():
@@ -110,12 +162,31 @@ def evaluate(
                 num_by_name[name] += count
             for number in engine.share(len(batch.sequences)) if objective.unit_size == 1 else ():
                 labels = torch.from_numpy(batch.sequences[number].labels.astype(np.int64))
-                _add_by_position(result.token_losses[number], labels, sums, counts)
-    figures = engine.processes.sums([*sums.tolist(), *counts.tolist()])
-    sums, counts = torch.tensor(figures, dtype=torch.float64).view(2, -1)
+                losses = result.token_losses[number]
+                _add_by_position(losses, labels, sums, counts)
+                if trained_tokens is not None:
+                    _add_stretches(losses, labels, trained_tokens, table)
+    local = torch.cat([sums, counts.double(), table.flatten()])
+    figures = torch.tensor(engine.processes.sums(local.tolist()), dtype=torch.float64)
+    sums, counts = figures[:128].view(2, -1)
     metrics = {name: total / num_by_name[name] for name, total in by_name.items()}
     by_position = _buckets(sums, counts.long())
-    return Evaluation(loss_sum / num_terms, num_valid_tokens, by_position, metrics)
+    beyond = None if trained_tokens is None else _beyond(figures[128:].view(-1, 6), trained_tokens)
+    return Evaluation(loss_sum / num_terms, num_valid_tokens, by_position, metrics, beyond)
+
+
+def _is_above(stretches: Sequence[Stretch]) -> bool:
+    if any(each.loss <= each.trained_loss for each in stretches):
+        return False
+    total = sum(each.num_valid_tokens for each in stretches)
+    shares = [each.num_valid_tokens / total for each in stretches]
+    rise = sum(
+        share * (each.loss - each.trained_loss)
+        for share, each in zip(shares, stretches, strict=True)
+    )
+    # the trained positions are the same for all, so their error does not average out
+    errors = [share * each.loss_error for share, each in zip(shares, stretches, strict=True)]
+    return rise > _ERRORS * math.hypot(*errors, max(each.trained_error for each in stretches))
 
 
 @contextmanager
@@ -126,7 +197,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def draw_share(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Units]:
+def draw_share(data: DataSet, share: float, seed: int) -> tuple[list[TokenSequence], Units]:
     """Return a random share of the sequences, in data order, and the (start, stop) indices of their
     units in the returned list. A unit is a set of sequences drawn together, such as a pair. At
     least one unit is drawn. Equal seeds draw equal shares."""
@@ -148,6 +219,59 @@ def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tenso
     index.clamp_(min=_FIRST_POSITIONS.bit_length() - 2)
     sums.index_add_(0, index, losses[positions - 1])
     counts.index_add_(0, index, torch.ones_like(index))
+
+
+def _width(trained_tokens: int) -> int:
+    """Return the number of positions in a stretch: a quarter of the trained length."""
+    return max(1, trained_tokens // 4)
+
+
+def _add_stretches(losses: Tensor, labels: Tensor, trained_tokens: int, table: Tensor) -> None:
+    """Add a sequence to the sums of all stretches that it reaches. `losses`, `labels`: as in
+    `_add_by_position`. `table`: (stretches, 6), the columns sum, sum of squares and count of the
+    stretch's losses, then the same of the trained positions of the sequences that reach it."""
+    if len(labels) <= trained_tokens:
+        return
+    positions = torch.nonzero(labels[1:] != IGNORE_INDEX).flatten() + 1
+    values = losses[positions - 1].double()
+    is_trained = (positions >= trained_tokens // 2) & (positions < trained_tokens)
+    if not is_trained.any():  # nothing to compare with
+        return
+    index = (positions // _width(trained_tokens)).clamp_(max=len(table) - 1)
+    table[:, :3].index_add_(0, index, _moments(values))
+    table[index.unique(), 3:] += _moments(values[is_trained]).sum(0)
+
+
+def _moments(values: Tensor) -> Tensor:
+    """Return a row (x, x^2, 1) for each value x: (N, 3)."""
+    return torch.stack([values, values.square(), torch.ones_like(values)], 1)
+
+
+def _beyond(table: Tensor, trained_tokens: int) -> Beyond | None:
+    width, stretches = _width(trained_tokens), []
+    for number in torch.nonzero(table[:, 2]).flatten().tolist():
+        (loss, error), (trained, of_trained) = map(_mean_and_error, table[number].view(2, 3))
+        stretches.append(
+            Stretch(
+                start=number * width,
+                stop=(number + 1) * width,
+                loss=loss,
+                trained_loss=trained,
+                loss_error=error,
+                trained_error=of_trained,
+                num_valid_tokens=int(table[number, 2]),
+            )
+        )
+    beyond = Beyond(trained_tokens, tuple(stretches))
+    return beyond if beyond.outside else None
+
+
+def _mean_and_error(moments: Tensor) -> tuple[float, float]:
+    """Return the mean of some values and its standard error. `moments`: (3,), their sum, sum of
+    squares and count."""
+    total, squares, count = moments.tolist()
+    mean = total / count
+    return mean, math.sqrt(max(0.0, squares / count - mean * mean) / count)
 
 
 def _buckets(sums: Tensor, counts: Tensor) -> tuple[PositionBucket, ...]:

@@ -21,7 +21,7 @@ from furlong.files import write_json, write_text
 from furlong.planners.candidates import CHUNKS
 from furlong.simulate.predict import Prediction, predict_step
 from furlong.timeline import MEASURED, MeasuredStep, Timeline
-from furlong.train.evaluation import HELD_OUT, Evaluation
+from furlong.train.evaluation import HELD_OUT, Beyond, Evaluation
 from furlong.train.run_folder import TrainReport
 from furlong.train.start import TRACKERS
 from furlong.units import format_bytes, format_count, format_seconds
@@ -219,25 +219,28 @@ class MetricsLog:
         self._say(f"first step: {', '.join(parts)}")
 
     def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], seconds: float) -> None:
-        """Report evaluations by name. In records, keys start with `eval_` for held-out data, and
-        with `eval_training_` for training sequences."""
+        """Report evaluations by name. In records, keys start with `eval_` for held-out data, with
+        `eval_N_` for that with a maximum of N tokens, and with `eval_training_` for training
+        sequences."""
         record: dict[str, object] = {"step": step, "eval_s": seconds}
         for name, evaluation in evaluations.items():
-            key, by_position = (
-                "eval" if name == HELD_OUT else f"eval_{name}",
-                evaluation.by_position,
-            )
+            key = "_".join(("eval", *name.removeprefix(HELD_OUT).split()))
+            by_position, beyond = evaluation.by_position, evaluation.beyond
             values = {f"{key}_loss": evaluation.loss}
             values |= {f"{key}_{metric}": x for metric, x in evaluation.metrics.items()}
             record |= values
             if by_position:
                 record[f"{key}_by_position"] = [asdict(each) for each in by_position]
+            if beyond is not None:
+                record[f"{key}_beyond"] = asdict(beyond) | {"rises_from": beyond.rises_from}
             self._track(step, values | {f"{key}_loss_at_{b.start}": b.loss for b in by_position})
             buckets = [f"<{format_position(b.stop)} {b.loss:.3f}" for b in by_position]
             self._say(
                 f"{name} loss {evaluation.loss:.4f}{_metrics_words(evaluation.metrics)} after step"
                 f" {step}{'; by position ' * bool(buckets)}{'  '.join(buckets)}"
             )
+            if beyond is not None:
+                self._say(f"{name} loss {beyond_in_words(beyond)}")
         self._write(record)
 
     def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
@@ -298,12 +301,25 @@ class Records(Callback):
     """Callback that reports each step, and the prediction for the first step.
 
     It also writes the measured timeline of the first step, the last step and each step with a
-    checkpoint. All timelines go to one file, and each one replaces the previous one. `profiled`:
-    called after each step, to advance a profiler.
+    checkpoint. All timelines go to one file, and each one replaces the previous one. After each
+    evaluation beyond the trained length it draws the losses by position, those of earlier
+    evaluations since the start of the process too. `profiled`: called after each step, to advance a
+    profiler.
     """
 
     def __init__(self, profiled: Callable[[], None]) -> None:
         self._profiled = profiled
+        self._beyond: dict[str, dict[str, Beyond]] = {}
+
+    def on_evaluate(self, trainer: Any, evaluations: Mapping[str, Evaluation]) -> None:
+        for name, evaluation in evaluations.items():
+            if evaluation.beyond is not None and trainer.processes.is_first:
+                from furlong.report.beyond import save_beyond_picture
+
+                curves = self._beyond.setdefault(name, {})
+                curves[f"after step {trainer.progress.step}"] = evaluation.beyond
+                file = trainer.run.path / f"beyond-{name.split()[-1]}.png"
+                save_beyond_picture(curves, file)
 
     def on_step_end(self, trainer: Any, figures: StepFigures) -> None:
         step, log, result = trainer.progress.step, trainer.log, trainer.result
@@ -324,6 +340,17 @@ class Records(Callback):
                 measured = MeasuredStep(step, plan, Timeline.from_json(records))
                 write_json(trainer.run.path / MEASURED, measured.to_json())
         self._profiled()
+
+
+def beyond_in_words(beyond: Beyond) -> str:
+    """Return what the loss does beyond the trained length, as words that follow "loss"."""
+    last, position = beyond.stretches[-1], beyond.rises_from
+    within = f"beyond the {beyond.trained_tokens:,} tokens that are trained on"
+    losses = f"{last.trained_loss:.3f} within them, {last.loss:.3f} at {last.start:,}"
+    same = "in sequences that reach there"
+    if position is None:
+        return f"does not rise {within}: {losses} {same}"
+    return f"rises {within}, from position {position:,}: {losses} {same}"
 
 
 def _continue(file: Path, keep_bytes: int, done: int) -> str:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from furlong.config.schema import (
+    DataConfig,
     ModelConfig,
     RunConfig,
     TrainConfig,
@@ -28,11 +29,12 @@ from furlong.data.stream import StreamSet
 from furlong.errors import ConfigError, difference_words, differing
 from furlong.kv.disk import NamelessFile
 from furlong.kv.pools import Storage
+from furlong.models.asked import positions_of
 from furlong.models.build import apply_changes, check_decoder, read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
 from furlong.models.quantized import check_packed
-from furlong.models.rope import apply_rope, switching_lengths
+from furlong.models.rope import apply_rope, num_positions, switching_lengths
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout
 from furlong.planners.decide import Decision, decide, model_of_run
@@ -163,13 +165,14 @@ def longest_of(
     config: RunConfig, model: RunModel, data: Mapping[str, DataSet | StreamSet],
     checkpoint: Checkpoint | None,
 ) -> int:  # fmt: skip
-    """Return `data.max_seq_len` or, for a model with RoPE of type longrope, the length of the
-    longest sequence. Longrope has two sets of factors and chooses by this length; print the choice.
+    """Return the maximum number of tokens in a sequence to train on or to evaluate or, for a model
+    with RoPE of type longrope, the length of the longest sequence. Longrope has two sets of factors
+    and chooses by this length; print the choice.
 
     Raises CheckpointError if the run to resume has used the other factors.
     """
     if not (lengths := switching_lengths(model.config)):
-        return config.data.max_seq_len
+        return config.data.longest_tokens
     longest = max(split.longest for split in data.values())
     if checkpoint is not None:
         before = checkpoint.state.get("longest_tokens", config.data.max_seq_len)
@@ -390,10 +393,37 @@ def read_model_config(config: RunConfig) -> Any:
     applied. Raises UserError."""
     model, limit = config.model, config.data.max_seq_len
     source = check_folder(model.name, model.revision)
-    return read_config(
+    read = read_config(
         source, revision=model.revision, changes=model.config, rope=rope_of(config),
         max_seq_len=limit,
     )  # fmt: skip
+    check_beyond(config.data, read)
+    return read
+
+
+def check_beyond(data: DataConfig, config: Any) -> None:
+    """Raise ConfigError if sequences of `data.eval` that are longer than those to train on would
+    have more positions than the model, or choose the factors of its RoPE for training too."""
+    longest = data.longest_tokens
+    if longest == data.max_seq_len:
+        return
+    positions, chooses = num_positions(config, longest), bool(switching_lengths(config))
+    if not chooses and (positions is None or longest <= positions):
+        return
+    required, change = f"at most {positions:,}", "lower max_seq_len of the source"
+    if chooses:
+        required = f"at most data.max_seq_len = {data.max_seq_len:,}: by its longest sequence a run"
+        required += " of this model chooses the factors of RoPE (longrope), for training too"
+    elif positions_of(config) == "rotary":
+        change = f"set model.config: {{max_position_embeddings: {longest}}} to see the model beyond"
+        change += " its positions, or lower max_seq_len of the source"
+    raise ConfigError(
+        given=f"a source with max_seq_len = {longest:,}, for a model of {positions or 0:,}"
+        " positions",
+        required=required,
+        source="data.eval",
+        change=change,
+    )
 
 
 def _architecture_of(whole: Any) -> dict[str, Any]:

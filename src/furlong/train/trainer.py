@@ -223,8 +223,7 @@ class Trainer:
                 shared=build.shared_blocks(config, processes),
             )  # fmt: skip
             self.data = processes.first_of_each_machine(read)
-        self.train_data: DataSet | StreamSet = self.data["train"]
-        self.eval_data: DataSet | None = self.data.get("eval")
+        self._name_data()
         fingerprint = self.train_data.fingerprint
         require_equal(processes, fingerprint, "data.train, and the files of the model's tokenizer")
 
@@ -243,6 +242,14 @@ class Trainer:
             an_epoch = config.train.model_copy(update={"steps": None, "epochs": 1.0})
             per_epoch = build.steps_of(an_epoch, self.train_data)
         self.cadence = Cadence.of(config.train, self.num_steps, per_epoch)
+
+    def _name_data(self) -> None:
+        self.train_data: DataSet | StreamSet = self.data["train"]
+        self.eval_data: DataSet | None = self.data.get("eval")
+        lengths = self.config.data.eval_by_length
+        self.beyond_data: dict[int, DataSet] = {
+            length: self.data[name] for length in lengths if (name := f"eval {length}") in self.data
+        }
 
     def _choose_plan(self) -> None:
         """Set `decision`, the options and the layout. A resumed run keeps its earlier decision if
@@ -323,7 +330,7 @@ class Trainer:
                 split, self.engine, self.fitting, folder=folder, fingerprint=fingerprint,
                 key=f"data.{name}",
             )  # fmt: skip
-        self.train_data, self.eval_data = self.data["train"], self.data.get("eval")
+        self._name_data()
         self.decision = replace(self.decision, options=self.fitting.options)
 
     def _build_optimizer(self) -> None:
@@ -481,13 +488,15 @@ class Trainer:
         )  # fmt: skip
 
     def evaluate(self) -> dict[str, Evaluation] | None:
-        """Return evaluations of the held-out data and of a share of the training sequences, by
-        name; None if a signal has stopped them."""
-        settings = self.config.train
+        """Return evaluations of the held-out data, of that with a length of its own and of a share
+        of the training sequences, by name; None if a signal has stopped them."""
+        settings, trained_tokens = self.config.train, self.config.data.max_seq_len
         self.optimizer.zero_grad()  # predicted memory of an evaluation includes no gradients
         sets: dict[str, Any] = {}
         if self.eval_data is not None:
             sets[HELD_OUT] = self.eval_data, self.eval_data.units
+        for length, data in self.beyond_data.items():
+            sets[f"{HELD_OUT} {length}"] = data, data.units
         if settings.eval_train_share:
             assert isinstance(self.train_data, DataSet)  # the schema holds it
             sets[TRAINING] = draw_share(self.train_data, settings.eval_train_share, settings.seed)
@@ -496,7 +505,7 @@ class Trainer:
             batches = in_order(sequences, units, step_size(settings))
             evaluation = evaluate(
                 self.engine, batches, self.fitting, objective=self.objective,
-                used=self.used, should_stop=self.should_stop,
+                used=self.used, should_stop=self.should_stop, trained_tokens=trained_tokens,
             )  # fmt: skip
             if evaluation is None:
                 return None
@@ -728,7 +737,7 @@ class Trainer:
         evaluation or held-out data), and whether a signal stops the run."""
         step, settings = self.progress.step, self.config.train
         is_last = step == self.num_steps
-        has_data = self.eval_data is not None or settings.eval_train_share
+        has_data = self.eval_data is not None or self.beyond_data or settings.eval_train_share
         if not (has_data or self.prompts) or not self.cadence.evaluates(step):
             return None, not is_last and self.should_stop()
         started_s = time.perf_counter()
