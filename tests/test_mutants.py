@@ -276,7 +276,8 @@ MUTANTS = {
         "data/test_training_templates.py::test_a_stop_that_begins_the_next_message_is_learnt",
     ),
     "thoughts are put before an answer that they change": Mutant(
-        "if not said.endswith(bare) or prompt != text[:start] + opened:", "if False:",
+        'if number in shown and not said.endswith(self.empty.sub("", text[start:stop], count=1)):',
+        "if False:",
         "data/test_training_templates.py::"
         "test_answers_with_thoughts_are_put_together_only_if_nothing_else_changes",
     ),
