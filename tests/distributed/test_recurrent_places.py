@@ -138,6 +138,7 @@ FAMILIES = [*HYBRIDS]
         (FAMILIES[1::3], {}, {"keep": "attention", "num_retained": 1}),
         (FAMILIES[2::3], {}, {"keep": "input", "num_retained": 0}),
         (["qwen3_next", "bamba", "lfm2"], ZIGZAG, {"recompute_layers": 2, "num_retained": 2}),
+        (["mamba2"], {}, {"recompute_layers": 2, "num_retained": 2}),
     ],
 )
 def test_families_on_places(

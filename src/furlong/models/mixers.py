@@ -674,12 +674,14 @@ class _ReceiveStates(torch.autograd.Function):
         ctx: Any, anchor: Tensor, send: Callable[..., None], x: Tensor, *states: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(anchor)
         ctx.send = send
         return x.view_as(x), *(state.view_as(state) for state in states)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dx: Tensor | None, *dstates: Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors  # a checkpointed layer first runs again, on all processes alike
         ctx.send(dstates)
         return None, None, dx, *(None for _ in dstates)
 
@@ -689,10 +691,12 @@ class _SendStates(torch.autograd.Function):
     def forward(
         ctx: Any, later_grads: Callable[[], Sequence[Tensor | None]], y: Tensor, *states: Tensor
     ) -> Tensor:
+        ctx.save_for_backward(y.new_empty(0))
         ctx.later_grads = later_grads
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors  # as above: its messages come before those of the backward
         return None, dy, *ctx.later_grads()
