@@ -497,7 +497,7 @@ def planned_model(
         change = "give a model's config.json, or a folder that holds it"
         values = read_object(file, source="the model's name", change=change)
     source, packed = str(file or name), values.get("quantization_config")
-    asked = model.model_dump(mode="json", include={"config", "rope", "quantize"})
+    asked = model.model_dump(mode="json", include={"config", "rope", "quantize", "new_tokens"})
     asked |= {"longest": longest if model.rope else 0, "lora": model.lora is not None}
 
     def measure() -> ModelShape:
@@ -505,7 +505,7 @@ def planned_model(
 
         return planned_shape(model, planned_config(model, source, known, longest), source, longest)
 
-    if known is not None and not (model.config or model.rope):
+    if known is not None and not (model.config or model.rope or model.new_tokens):
         shape = model_shape(name)
     else:
         shape = cached_shape({"file": values, **asked}, measure)

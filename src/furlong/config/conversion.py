@@ -832,7 +832,7 @@ def _special_tokens(made: Conversion, target: str, given: _Given) -> Any:
     for token in ("eos_token", "pad_token"):
         if token in tokens:
             verdict = made.take(f"data.{token}", tokens.pop(token))
-    return _refused("add new tokens to the model's folder first") if tokens else verdict
+    return _refused("name new tokens in model.new_tokens") if tokens else verdict
 
 
 def _template(made: Conversion, target: str, given: _Given) -> Any:

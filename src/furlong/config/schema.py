@@ -700,6 +700,11 @@ class ModelConfig(BaseModel):
     tokenizer: PlainPath | None = Field(default=None, min_length=1, examples=["Qwen/Qwen2.5-0.5B"])
     """Hub id or local folder of another tokenizer with the model's vocabulary; null = the model's.
     """
+    new_tokens: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = Field(
+        default=(), examples=["<tool>"]
+    )
+    """Tokens to add to the tokenizer, and their rows to embedding and head: each begins as the mean
+    of the others, and is trained beside adapters, too."""
     quantize: Annotated[FourBits | FourBitsConfig | None, AfterValidator(_plain)] = _null("nf4")
     """Quantize the linear layers under the adapters to 4 bits (QLoRA); {type: nf4, double: false}
     is without double quantization. Needs furlong[bitsandbytes]."""

@@ -284,7 +284,7 @@ def stage_bytes(
     scans = [layer.scan_saved[element > 2] * max(1, element // 4) / element for layer in own]
     states = [layer.state_bytes(element) for layer in own]
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
-    makes_one = is_last and (training.lora is None or training.lora.head)
+    makes_one = is_last and (lora is None or lora.head or lora.new_tokens > 0)
     logit = 3 * wide + (2 * element if element < _FLOAT32 else 0)
     unpacked = [
         min(shape.hidden_size * max(each.width, each.query_size), each.linear_parameters)

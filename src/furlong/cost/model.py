@@ -177,6 +177,8 @@ class CostModel:
                 for layer in training.lora.adapted(shape)
             ]
             made += sum(bare) + 2 * max(bare)  # also one layer's delta and its gradient
+            if training.lora.new_tokens:  # peft copies the weight to put the trained rows into it
+                made += shape.embedding_parameters
         return PlanMemory(
             self.shape, self.training, budget,
             activation_factor=machine.activation_factor,

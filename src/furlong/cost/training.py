@@ -48,6 +48,8 @@ class Lora:
     embedding: bool = False
     head: bool = False
     """Whether the embedding (`embedding`) or the head is trained in full besides the adapters."""
+    new_tokens: int = 0
+    """Rows of embedding and head that are trained where these are not trained in full."""
 
     def layer_parameters(self, shape: ModelShape, layer: int) -> int:
         return self.rank * sum(width for _, width, *_ in self.adapted(shape)[layer])
@@ -232,10 +234,13 @@ class RankWeights:
         gradient comes first."""
         lora, (first, last) = self.training.lora, self._ends
         embedding, head = (True, True) if lora is None else (lora.embedding, lora.head)
+        is_both = self.shape.tied_head and first and last
         if self.shape.tied_head:
-            embedding, head = (embedding or head) and not (first and last), embedding or head
+            embedding = head = embedding or head
         count = self.shape.embedding_parameters
-        return count * (first and embedding), count * (last and head)
+        rows = 0 if lora is None else lora.new_tokens * self.shape.hidden_size
+        each = [count if is_whole else rows for is_whole in (embedding, head)]
+        return each[0] * (first and not is_both), each[1] * last
 
     @property
     def beside_trained(self) -> int:

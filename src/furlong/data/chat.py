@@ -152,7 +152,7 @@ class ChatTemplate:
             raise ConfigError(
                 given=f"a chat template that writes {', '.join(unknown)}, no token of"
                 f" {self._tokenizer.name_or_path}",
-                required="marks that are tokens of the model's vocabulary: none is added to it",
+                required="marks that are tokens of the model's vocabulary, or of model.new_tokens",
                 source="data.chat_template, or the model's own",
                 change=self._offer(),
             )

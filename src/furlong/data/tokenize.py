@@ -111,6 +111,7 @@ def load_tokenizer(
     revision: str | None = None,
     settings: DataConfig | None = None,
     is_needed: bool = True,
+    new_tokens: Items[str] = (),
 ) -> Any:
     """Load the tokenizer of a hub id or folder.
 
@@ -123,10 +124,12 @@ def load_tokenizer(
         revision: the branch, tag or commit of a hub id.
         settings: may change the chat template and special tokens.
         is_needed: if false, `NoTokenizer` is returned where no file of a tokenizer exists.
+        new_tokens: `model.new_tokens`, which are added to it.
 
     Returns:
         The tokenizer. Its attribute `source_files` holds the files to export, by name;
-        `stop_tokens` the tokens at which the model of its folder stops.
+        `stop_tokens` the tokens at which the model of its folder stops; `new_ids` the ids of the
+        new tokens.
 
     Raises:
         ConfigError: there is no tokenizer, it cannot be read, or it lacks a token of `settings`.
@@ -179,6 +182,8 @@ def load_tokenizer(
     if tokenizer is None or not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         if not (files or is_needed):
             none = NoTokenizer(f"{name} without a tokenizer: {reason}")
+            if new_tokens:
+                raise none.refusal("model.new_tokens", "remove model.new_tokens")
             return none if settings is None else _as_set(none, settings)
         raise ConfigError(
             given=f"{name} without a tokenizer: {reason}",
@@ -191,7 +196,28 @@ def load_tokenizer(
     tokenizer.stop_tokens = _stop_tokens(tokenizer, path, revision)
     if "tokenizer.json" in files and not _apply_flags(tokenizer, flags) and what:
         files[_CONFIG] = _changed(files, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    _add(tokenizer, new_tokens)
     return tokenizer if settings is None else _as_set(tokenizer, settings)
+
+
+def _add(tokenizer: Any, new_tokens: Items[str]) -> None:
+    """Add new tokens to a tokenizer and to its files for export. Raises ConfigError."""
+    from tokenizers import AddedToken
+
+    files, known = tokenizer.source_files, tokenizer.get_vocab()
+    if new_tokens and "tokenizer.json" not in files:
+        raise ConfigError(
+            given=f"model.new_tokens for {tokenizer.name_or_path} without tokenizer.json",
+            required="a tokenizer.json, to which tokens are added",
+            source="model.new_tokens",
+            change="remove model.new_tokens, or save the tokenizer as a fast one of transformers",
+        )
+    if there := [one for one in dict.fromkeys(new_tokens) if one in known]:
+        print(f"model.new_tokens: {', '.join(there)}: in the vocabulary already, left as they are")
+    tokenizer.add_tokens([AddedToken(one, normalized=False) for one in new_tokens])
+    tokenizer.new_ids = range(max(known.values()) + 1, max(tokenizer.get_vocab().values()) + 1)
+    if tokenizer.new_ids:
+        files["tokenizer.json"] = tokenizer.backend_tokenizer.to_str(pretty=True).encode()
 
 
 def _stop_tokens(tokenizer: Any, path: str, revision: str | None) -> tuple[str, ...]:
@@ -327,7 +353,10 @@ def tokenizer_of(config: RunConfig) -> Any:
         name, source, revision = config.model.tokenizer, "model.tokenizer", None
     check_name(name, source)
     is_needed, settings = source == "model.tokenizer", config.data
-    return load_tokenizer(name, source, revision=revision, settings=settings, is_needed=is_needed)
+    return load_tokenizer(
+        name, source, revision=revision, settings=settings, is_needed=is_needed,
+        new_tokens=config.model.new_tokens,
+    )  # fmt: skip
 
 
 def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
@@ -347,9 +376,9 @@ def _as_set(tokenizer: Any, settings: DataConfig) -> Any:
         if token not in known:
             raise ConfigError(
                 given=f"{key} = {token!r}, no token of {tokenizer.name_or_path}",
-                required="a token of the model's vocabulary: none is added to it",
+                required="a token of the model's vocabulary, or of model.new_tokens",
                 source=key,
-                change="name another token, or write the new one into the model's folder first",
+                change="name another token, or add it: model.new_tokens",
             )
     files = dict(tokenizer.source_files)
     changes: dict[str, Any] = dict(named)

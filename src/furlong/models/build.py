@@ -54,6 +54,7 @@ from furlong.models.folder import (
     reason,
     with_adapters,
 )
+from furlong.models.new_tokens import end_names, grow_config, reading_rows, token_indices
 from furlong.models.placeholders import (
     NO_OUT_PROJ,
     Carried,
@@ -297,7 +298,8 @@ def load_adapter(model: Any, adapter: str, *, is_whole: bool) -> None:
     file = adapter_file(adapter, ADAPTER_WEIGHTS)
     try:
         found = set_peft_model_state_dict(model, load_file(file))
-        lacking = [n for n in found.missing_keys if ".lora_" in n or ".modules_to_save." in n]
+        kinds = (".lora_", ".modules_to_save.", ".trainable_tokens_delta")
+        lacking = [n for n in found.missing_keys if any(kind in n for kind in kinds)]
         odd = lacking or (found.unexpected_keys if is_whole else [])
         what = (
             f"{len(odd)} weights that the other does not know, {odd[0]} among them" if odd else ""
@@ -368,6 +370,8 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
         parameters = [name for name in parameters if not layers[name]]
     settings.target_modules, settings.target_parameters = targets, list(parameters) or None
     settings.modules_to_save = list(saved) or None
+    if (rows := lora.get("new_rows")) is not None:
+        settings.trainable_token_indices = token_indices(model, rows, saved) or None
     towers = [name for name, module in model.named_modules() if isinstance(module, Carried)]
     if away := [*towers, *adapted_elsewhere(model)]:
         # a pattern, so that peft passes over their layers in the whole checkpoint, too
@@ -454,6 +458,12 @@ _BASE_TOLD = (
     " config=AutoConfig.from_pretrained('{folder}/{base}')), or merge them: furlong export RUN"
     " --merge"
 )
+_NEW_ROWS = "furlong_new_rows"
+"""Attribute of a model with adapters: the ids of new tokens, or None."""
+_RESIZE_TOLD = (
+    "the adapters have rows of new tokens: resize their base before peft loads them,"
+    " base.resize_token_embeddings({size})"
+)
 # Attention and experts are transformers' default (SDPA, or eager where a family has none) whatever
 # config.json asks for: a name there could be that of a kernel on a hub, or a missing package.
 _OWN_KERNELS: dict[str, Any] = {"attn_implementation": None, "experts_implementation": None}
@@ -470,6 +480,7 @@ def build_model(
     changes: Mapping[str, Any] | None = None,
     rope: dict[str, Any] | None = None,
     max_seq_len: int | None = None,
+    new_rows: range | None = None,
     seed: int = 0,
     layers: range | None = None,
     divide: Callable[[Any], None] | None = None,
@@ -487,6 +498,8 @@ def build_model(
             other weights) and `model.config`.
         rope: `rope_type` and its keys (models.rope).
         max_seq_len: tokens of the run's longest sequence, for which the model must have positions.
+        new_rows: ids of new tokens. Their rows in embedding and head, added where they are beyond
+            the model's, begin as the mean of the rows before, and are trained beside adapters.
         layers: the layers of this process; None: all. Other stages are neither built nor read
             (models.placeholders).
         divide: shards a model on meta. This process then reads only its shards, onto `device`. A
@@ -501,8 +514,11 @@ def build_model(
     trained_dtype = torch.promote_types(dtype, torch.float32)
     loaded_dtype = trained_dtype if lora is None else dtype
     config = read_config(
-        source, revision=revision, changes=changes, rope=rope, max_seq_len=max_seq_len
-    )
+        source, revision=revision, changes=changes, rope=rope, max_seq_len=max_seq_len,
+        new_rows=new_rows,
+    )  # fmt: skip
+    if lora is not None and new_rows is not None:
+        lora = {**lora, "new_rows": new_rows}
     with torch.random.fork_rng(devices=[]):
         if init == "random" or (is_empty and lora is not None):
             if getattr(config, "quantization_config", None) is not None:
@@ -524,6 +540,7 @@ def build_model(
                 quantize,
                 divide,
                 device,
+                new_rows,
                 is_empty=is_empty,
             )
         if unpacked and packed_linears(model):
@@ -539,6 +556,7 @@ def build_model(
             model = add_adapters(model, lora, whole)
             for settings in getattr(model, "peft_config", {}).values():
                 settings.revision = revision
+            model.__dict__[_NEW_ROWS] = new_rows
             if not is_empty:
                 draw_adapters(model, seed)
             if not is_empty and lora.get("adapter") and hasattr(model, "peft_config"):
@@ -592,6 +610,12 @@ def export_model(
             told = partial(_BASE_TOLD.format, base=BASE, opener=f"AutoModelFor{opener}")
             with (aside / "README.md").open("a", encoding="utf-8") as opened:
                 opened.write(f"\n{told(folder=folder.name)}\n")
+        rows, notes = model.__dict__.get(_NEW_ROWS), list[str]()
+        if rows is not None:
+            size = model.get_base_model().config.get_text_config().vocab_size
+            notes = [_RESIZE_TOLD.format(size=size)] if rows.stop == size else []
+            with (aside / "README.md").open("a", encoding="utf-8") as opened:
+                opened.writelines(f"\n{note}\n" for note in notes)
         if (files := getattr(tokenizer, "source_files", None)) is not None:
             for name, content in files.items():
                 (aside / name).parent.mkdir(exist_ok=True)
@@ -600,6 +624,8 @@ def export_model(
             tokenizer.save_pretrained(aside)
     if has_other_base:
         print(f"warning: {told(folder=folder)}")
+    for note in notes:
+        print(f"{folder}: {note}")
     return folder
 
 
@@ -628,11 +654,18 @@ def exported_names(model: Any) -> dict[str, str]:
         from peft import get_peft_model_state_dict
 
         with hushed(), warnings.catch_warnings(action="ignore"):
-            own = get_peft_model_state_dict(model, dict(tensors)).values()
+            own = get_peft_model_state_dict(
+                model, dict(tensors), save_embedding_layers=_saves_ends(model)
+            ).values()
         ids = {id(tensor) for tensor in own}
         tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) in ids}
     firsts: dict[int, str] = {}
     return {name: firsts.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def _saves_ends(model: Any) -> Any:
+    """peft's `save_embedding_layers`: not where rows of new tokens are saved by themselves."""
+    return "auto" if model.__dict__.get(_NEW_ROWS) is None else False
 
 
 def _write_model(
@@ -651,7 +684,9 @@ def _write_model(
                 base = adapters.base_model_name_or_path or ""
                 if os.path.isdir(base):  # a relative one would be another folder elsewhere
                     adapters.base_model_name_or_path = os.path.abspath(base)
-            model.save_pretrained(folder, state_dict=whole)
+            model.save_pretrained(
+                folder, state_dict=whole, save_embedding_layers=_saves_ends(model)
+            )
         else:
             written = _as_in_files(model, whole or _cast(model, dtype))
             for name, file in getattr(model, _CARRIED, {}).items():
@@ -726,10 +761,12 @@ def _add_older_rope(folder: Path) -> None:
 def read_config(
     source: str, *, revision: str | None = None, changes: Mapping[str, Any] | None = None,
     rope: dict[str, Any] | None = None, max_seq_len: int | None = None, as_floats: bool = False,
+    new_rows: range | None = None,
 ) -> Any:  # fmt: skip
-    """Return the transformers config of a hub id or folder, with `changes` (model.config) and
-    `rope` (model.rope) written into it. Weights that are dequantized as they are read count as not
-    quantized; with `as_floats` all do, other than 4-bit ones of bitsandbytes.
+    """Return the transformers config of a hub id or folder, with `changes` (model.config), `rope`
+    (model.rope) and a vocabulary that has `new_rows` written into it. Weights that are dequantized
+    as they are read count as not quantized; with `as_floats` all do, other than 4-bit ones of
+    bitsandbytes.
 
     Raises UserError for an unusable config, or one of fewer positions than `max_seq_len`.
     """
@@ -753,6 +790,8 @@ def read_config(
         ):  # a family's default, which the files contradict
             apply_changes(config, {"tie_word_embeddings": False})
         apply_changes(config, changes or {})
+        if new_rows is not None:
+            grow_config(config, new_rows, source)
         is_packed = is_in_4_bits(getattr(config, "quantization_config", None))
         if (as_floats and not is_packed) or quantization_of(values) is not None:
             for own in (config, config.get_text_config()):
@@ -932,7 +971,7 @@ _FREE_MEMORY = "end what else holds memory, or start more processes: each holds 
 def _load_weights(
     source: str, config: Any, dtype: torch.dtype, layers: range | None, revision: str | None,
     quantize: str | Mapping[Any, Any] | None, divide: Callable[[Any], None] | None,
-    device: torch.device | None, *, is_empty: bool = False,
+    device: torch.device | None, new_rows: range | None, *, is_empty: bool = False,
 ) -> Any:  # fmt: skip
     """Return the model with the weights of its files. With `divide` it is sharded, if transformers
     can read this process's rows of each weight alone; otherwise it is whole."""
@@ -952,11 +991,12 @@ def _load_weights(
     check_weight_files(source, are_packed=is_packed or published is not None)
     check_generation(source, revision)
     kind, others, whole = opened._model_mapping[type(config)], dict[str, nn.Module](), None
-    if layers is not None or with_images(config):
+    if layers is not None or with_images(config) or new_rows is not None:
         whole = model_of_config(config, source, dtype=dtype)
         others = carried(whole) if with_images(config) else {}
         others |= {} if layers is None else placeholders(whole, layers)
         config, opened = whole.config, type(whole)
+    ends = nullcontext if new_rows is None else partial(reading_rows, new_rows, end_names(whole))
     as_floats = nullcontext if published is None else partial(
         read_as_floats, published, is_empty=is_empty
     )  # fmt: skip
@@ -965,7 +1005,8 @@ def _load_weights(
         # what a family leaves out in silence
         tells_all = patch.object(kind, "_keys_to_ignore_on_load_unexpected", None)
         changed = nullcontext() if change is None else constructed(kind, change)
-        with hushed(), tells_all, changed, as_floats():
+        # the latter's floats are what the former gives rows to
+        with hushed(), tells_all, changed, ends(), as_floats():
             found: tuple[Any, dict[str, Any]] = opened.from_pretrained(
                 source,
                 config=config,

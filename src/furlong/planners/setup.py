@@ -130,6 +130,7 @@ def training_of(model: ModelConfig, packed: Mapping[str, Any] | None = None) -> 
     found = Lora(
         lora.rank, lora.target_modules, lora.target_parameters,
         embedding="embed_tokens" in ends, head="lm_head" in ends,
+        new_tokens=len(model.new_tokens),
     )  # fmt: skip
     per_weight = None
     if (asked := model.quantize) is not None or packed is not None:

@@ -31,6 +31,7 @@ from furlong.kv.pools import Storage
 from furlong.models.build import build_model
 from furlong.models.decoder import HFDecoder
 from furlong.models.fused import keep_written
+from furlong.models.new_tokens import require_one_place
 from furlong.models.quantized import packed_linears
 from furlong.models.support import bare_model, is_sharded
 from furlong.planners.decide import Decision, division_in_words, share_of
@@ -45,7 +46,7 @@ from furlong.train.checkpoints import ModelSize
 from furlong.train.kernels import put_kernels
 from furlong.train.processes import Launch, Processes
 from furlong.train.run_folder import Checkpoint
-from furlong.train.run_model import OPTION_NAMES, rope_of, step_size
+from furlong.train.run_model import OPTION_NAMES, new_rows_of, rope_of, step_size
 from furlong.units import format_bytes, format_count
 
 
@@ -128,6 +129,9 @@ def build_run_model(
         is_empty: Whether to create parameters on the meta device.
     """
     settings = config.model
+    new_rows = new_rows_of(config)
+    if new_rows is not None and settings.lora is not None:
+        require_one_place(settings.lora.modules_to_save, divides=divide is not None, layers=layers)
     if settings.kernels in _COMPARED:
         divide = None
     return build_model(
@@ -140,6 +144,7 @@ def build_run_model(
         changes=settings.config,
         rope=rope_of(config),
         max_seq_len=config.data.max_seq_len,
+        new_rows=new_rows,
         seed=config.train.seed,
         layers=layers,
         divide=divide,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.data.stream import StreamSet
+from furlong.data.tokenize import NoTokenizer, tokenizer_of
 from furlong.errors import ConfigError, difference_words, differing
 from furlong.kv.disk import NamelessFile
 from furlong.kv.pools import Storage
@@ -33,6 +36,7 @@ from furlong.models.asked import positions_of
 from furlong.models.build import apply_changes, check_decoder, read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
+from furlong.models.new_tokens import grow_config
 from furlong.models.quantized import check_packed
 from furlong.models.rope import apply_rope, num_positions, switching_lengths
 from furlong.plan.lengths import StepSize, count_lengths
@@ -210,6 +214,9 @@ def planned_config(
     else:
         config = AutoConfig.for_model(**known)
         apply_changes(config, model.config)
+    if model.new_tokens:  # without the tokenizer: as if none of the model's rows were spare
+        first = config.get_text_config().vocab_size
+        grow_config(config, range(first, first + len(model.new_tokens)), source)
     if model.rope is not None:
         apply_rope(config, model.rope.model_dump(mode="json"), max_seq_len=longest)
     return config
@@ -395,7 +402,7 @@ def read_model_config(config: RunConfig) -> Any:
     source = check_folder(model.name, model.revision)
     read = read_config(
         source, revision=model.revision, changes=model.config, rope=rope_of(config),
-        max_seq_len=limit,
+        max_seq_len=limit, new_rows=new_rows_of(config),
     )  # fmt: skip
     check_beyond(config.data, read)
     return read
@@ -424,6 +431,22 @@ def check_beyond(data: DataConfig, config: Any) -> None:
         source="data.eval",
         change=change,
     )
+
+
+def new_rows_of(config: RunConfig) -> range | None:
+    """Return the ids of tokens that are new to the run's model: those of `model.new_tokens`, and
+    those of `model.tokenizer` beyond the model's vocabulary. None if there are none."""
+    model = config.model
+    if not model.new_tokens and model.tokenizer is None:
+        return None
+    with redirect_stdout(StringIO()):  # the trainer says it
+        tokenizer = tokenizer_of(config)
+    if isinstance(tokenizer, NoTokenizer):
+        return None
+    source = check_folder(model.name, model.revision)
+    known = read_config(source, revision=model.revision, as_floats=True).get_text_config()
+    new = tokenizer.new_ids
+    return range(min(new.start, known.vocab_size), new.stop) or None
 
 
 def _architecture_of(whole: Any) -> dict[str, Any]:

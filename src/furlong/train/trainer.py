@@ -96,6 +96,7 @@ from furlong.train.run_model import (
     choose_run_plan,
     has_other_base,
     longest_of,
+    new_rows_of,
     rope_of,
     step_size,
     storage_of,
@@ -196,6 +197,12 @@ class Trainer:
             if run.checkpoint is not None:
                 check_architecture(run.checkpoint, model.architecture)
             tokenizer = tokenizer_of(config)
+            if (rows := new_rows_of(config)) is not None:
+                print(
+                    f"new tokens: {len(rows)}, ids {rows.start} to {rows.stop - 1} of a vocabulary"
+                    f" of {model.config.get_text_config().vocab_size}, whose rows begin as the mean"
+                    " of the others"
+                )
             self.prompts = encode_prompts(config, tokenizer) if config.log.samples else []
             if config.hub is not None and self.processes.is_first:
                 open_repository(config.hub)
