@@ -4,7 +4,7 @@ settings of its calls."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 from zlib import crc32
@@ -34,12 +34,13 @@ from furlong.runtime.batch import (
     shift_labels,
     whole_number,
 )
-from furlong.runtime.distributed.consensus import Facts, agree, require_same
+from furlong.runtime.distributed.consensus import Facts, agree, all_gather_ints, require_same
 from furlong.runtime.distributed.fsdp import clip_gradients
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.head import LossHead
 from furlong.runtime.precision import refuse_float16
 from furlong.runtime.profile import Measuring
+from furlong.runtime.routing import RouterLoads
 from furlong.runtime.session import Session
 from furlong.runtime.step import (
     StepResult,
@@ -151,6 +152,26 @@ class Engine:
         stage has a replica (tied embeddings) and adds it."""
         return self._session.counted_elsewhere
 
+    @property
+    def adds_router_loss(self) -> bool:
+        """Whether the model adds a router loss to its cross-entropy (`output_router_logits`)."""
+        return self.model.router_rule is not None
+
+    def loads_of(self, evaluated: StepResult) -> RouterLoads | None:
+        """Return the `loads` of an evaluation, for the step that trains on the same batch. All
+        processes call it together. Raises ConfigError if the model drew random numbers."""
+        ranks, has_drawn = self.ranks, int(evaluated.has_drawn)
+        if any(n for (n,) in all_gather_ints(ranks, [has_drawn])) if ranks else has_drawn:
+            raise ConfigError(
+                given="a router loss and a model that draws random numbers in train mode (dropout, "
+                "jitter or sampling)",
+                required="no draws: fractions are counted in one forward, gradients computed in "
+                "another",
+                source="the model's config, or model.lora.dropout",
+                change="set its dropouts and its jitter to 0, or output_router_logits to False",
+            )
+        return evaluated.loads
+
     def reads(self, plan: ChunkPlan) -> list[int]:
         """Return the seq_ids of a plan whose tokens or labels this process reads."""
         return read_sequences(plan, self._session.rank, self._session.rows_of(plan))
@@ -228,6 +249,7 @@ class Engine:
         *,
         token_loss: TokenFunction | None = None,
         weights: Sequence[float] | None = None,
+        loads: RouterLoads | None = None,
         watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
     ) -> StepResult:
@@ -242,6 +264,8 @@ class Engine:
             num_valid_tokens: The divisor of the loss, for the whole batch.
             token_loss: See `forward_backward`.
             weights: Factor of each sequence's loss in the gradient; reported losses are unweighted.
+            loads: For a model with a router loss and a plan with backwards: the `loads` of the
+                result of an evaluation of the same batch, which gives the fractions of tokens.
             watch: Called after each action; an error that it raises ends the step.
             measuring: See `runtime.profile.Measuring`.
 
@@ -254,7 +278,7 @@ class Engine:
         """
         return self.run_made(
             lambda: (plan, sequences), num_valid_tokens, token_loss=token_loss, weights=weights,
-            watch=watch, **measuring,
+            loads=loads, watch=watch, **measuring,
         )  # fmt: skip
 
     def run_made(
@@ -264,6 +288,7 @@ class Engine:
         *,
         token_loss: TokenFunction | None = None,
         weights: Sequence[float] | None = None,
+        loads: RouterLoads | None = None,
         watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
     ) -> StepResult:
@@ -273,7 +298,7 @@ class Engine:
             make: Returns the plan and the sequences. If it raises an error on one process, every
                 process raises an error. It is called once more if a process finds that its model
                 has changed.
-            num_valid_tokens, token_loss, weights, watch, measuring: See `run`.
+            num_valid_tokens, token_loss, weights, loads, watch, measuring: See `run`.
         """
         session = self._session
 
@@ -289,7 +314,9 @@ class Engine:
         with session.call("a call of run", read) as ((plan, batch), lacking):
             require_checked(session, plan, lacking)
             head = partial(LossHead, function=token_loss or label_losses)
-            return take_step(session, plan, batch, num_valid_tokens, watch, head=head, **measuring)
+            return take_step(
+                session, plan, batch, num_valid_tokens, watch, head=head, loads=loads, **measuring
+            )
 
     def forward_backward(
         self,
@@ -318,6 +345,16 @@ class Engine:
         the number of labels.
         """
         session = self._session
+        loads: RouterLoads | None = None
+        if isinstance(sequences, Iterator):
+            sequences = list(sequences)
+        if backward and self.adds_router_loss:
+            loads = self.loads_of(
+                self.forward_backward(
+                    sequences, options, num_valid_tokens, backward=False,
+                    token_loss=token_loss, watch=watch,
+                )
+            )  # fmt: skip
 
         def read() -> Batch:
             if backward:
@@ -329,13 +366,14 @@ class Engine:
                 raise refused_data("no sequences", "at least one", "leave such a call out")
             require_type(options, ChunkOptions)
             shares = share_prompts and not options.sampling and may_share(session)
+            shares = shares and not self.adds_router_loss
             return join_prompts(shifted, options.size) if shares else batch_of(shifted)
 
         make = partial(own_plan, session, options, read, num_valid_tokens, backward=backward)
         with session.call("a call of forward_backward", make) as (own, each):
             plan, batch, _ = whole_plan(session, options, own, each)
             head = partial(LossHead, function=token_loss or label_losses)
-            return take_step(session, plan, batch, num_valid_tokens, watch, head=head)
+            return take_step(session, plan, batch, num_valid_tokens, watch, head=head, loads=loads)
 
     def token_values(
         self,

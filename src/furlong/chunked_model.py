@@ -26,6 +26,7 @@ from furlong.kv.pools import Storage
 from furlong.models.attention import CACHE_ARGUMENTS
 from furlong.models.decoder import DecoderOutput
 from furlong.models.placeholders import decoder_of
+from furlong.models.routers import ROUTER_LOGITS
 from furlong.models.support import bare_model
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import require_two_phases
@@ -37,7 +38,9 @@ from furlong.runtime.two_phase import token_values
 _FORWARD = "furlong_forward"
 _LABELS = "furlong_labels"
 _SET = (_FORWARD, "forward", _LABELS)  # attributes that `chunked` sets on a decoder
-_READ = {"input_ids", "attention_mask", "position_ids", "use_cache", *CACHE_ARGUMENTS}
+_READ = {
+    "input_ids", "attention_mask", "position_ids", "use_cache", ROUTER_LOGITS, *CACHE_ARGUMENTS,
+}  # fmt: skip
 # not read by decoders: logits_to_keep is for heads, margin for TRL's RewardTrainer loss
 _HARMLESS = {
     "cache_position", "num_items_in_batch", "return_dict", "is_causal", "logits_to_keep", "margin",
@@ -54,10 +57,6 @@ _REFUSED = {
         'dataset.remove_columns("token_type_ids")',
     ),
     "pixel_values": (_IMAGES, "train on text alone"),
-    "output_router_logits": (
-        "a router loss averages over all tokens of a batch",
-        "set router_aux_loss_coef=0.0 in the trainer, or config.output_router_logits=False",
-    ),
     "output_hidden_states": (
         "those of every layer would be as long as the sequence", "read last_hidden_state",
     ),
@@ -182,10 +181,18 @@ class ChunkedForward:
             if torch.is_inference_mode_enabled():  # pooled buffers outlive this mode
                 modes.enter_context(torch.inference_mode(False))
                 modes.enter_context(torch.no_grad())
+            asked = given.get(ROUTER_LOGITS)
+            routers = getattr(decoder.config, ROUTER_LOGITS, False) if asked is None else asked
             states = token_values(
-                self.session, sequences, self.options, None, share_prompts=self.share_prompts
-            )
-        output = DecoderOutput(last_hidden_state=_joined(given["input_ids"], cells, states))
+                self.session, sequences, self.options, None, share_prompts=self.share_prompts,
+                routers=bool(routers),
+            )  # fmt: skip
+        own, *of_routers = (
+            _joined(given["input_ids"], cells, states[start : start + len(sequences)])
+            for start in range(0, len(states), len(sequences))
+        )
+        logits = tuple(x.flatten(0, 1) for x in of_routers) if routers else None
+        output = DecoderOutput(last_hidden_state=own, router_logits=logits)
         return output.to_tuple() if given.get("return_dict") is False else output
 
     def wants_gradients(self, given: Mapping[str, Any]) -> bool:

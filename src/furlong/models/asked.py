@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from furlong.models.routers import COEFFICIENT, Router, RouterRule, routers_of, rule_of
 from furlong.models.shrink import VOCAB_SIZE, shrink_config
 
 _NUM_TOKENS, _FEW_POSITIONS = 20, 8
@@ -29,7 +31,9 @@ class Answers:
     depends_on_length: bool = True
     """Whether logits change with the number of tokens in the call, within the model's positions."""
     adds_loss: bool = True
-    """Whether the loss is more than the cross-entropy."""
+    """Whether the loss is more than the cross-entropy, and not by `RouterRule.loss`."""
+    adds_router_loss: bool = False
+    """Whether the loss is the cross-entropy and `RouterRule.loss`."""
 
 
 def answers_of(model: Any) -> Answers:
@@ -63,16 +67,41 @@ def _answers(key: tuple[Any, str], model_class: Any) -> Answers:
     other, half = ids.clone(), _NUM_TOKENS // 2
     other[0, -1] = 4
     try:
-        run = partial(_tiny(_small(key), model_class), use_cache=False)
-        out, later, short = run(ids, labels=ids), run(other).logits, run(ids[:, :half]).logits
+        tiny = _tiny(_small(key), model_class)
+        run = partial(tiny, use_cache=False)
+        out, rule, routed = _routed(tiny, ids)
+        later, short = run(other).logits, run(ids[:, :half]).logits
         own = cross_entropy(out.logits[0, :-1].double(), ids[0, 1:])
+        balanced = own if rule is None else own + rule.loss(routed)
     except Exception:  # a family's own code may do anything with small sizes
         return Answers()
+    has_aux = getattr(out, "aux_loss", None) is not None and rule is not None
     return Answers(
         sees_later=_differs(out.logits[:, :-1], later[:, :-1]),
         depends_on_length=_differs(out.logits[:, :half], short),
-        adds_loss=getattr(out, "aux_loss", None) is not None or _differs(out.loss, own),
+        adds_loss=_differs(out.loss, balanced if has_aux else own),
+        adds_router_loss=has_aux and not _differs(out.loss, balanced),
     )
+
+
+def _routed(tiny: Any, ids: Tensor) -> tuple[Any, RouterRule | None, list[Tensor]]:
+    """Return (output of a tiny model with labels, the loss of routers that its config asks for, the
+    logits of the routers that are found). The loss has the coefficient 1, so that it is seen."""
+    rule, found, text = rule_of(tiny), list[Tensor](), tiny.config.get_text_config()
+    if rule is not None:
+        for place in (tiny, text):
+            if hasattr(place, COEFFICIENT):
+                setattr(place, COEFFICIENT, 1.0)
+
+    def note(router: Router, _: Any, __: Any, output: Any) -> None:
+        if (logits := router.logits(output)) is not None:
+            found.append(logits)
+
+    with ExitStack() as stack:
+        for router in routers_of(tiny.get_decoder()):
+            stack.callback(router.module.register_forward_hook(partial(note, router)).remove)
+        out = tiny(ids, labels=ids, use_cache=False)
+    return out, rule, found
 
 
 @lru_cache(maxsize=64)

@@ -81,6 +81,10 @@ class CellAttention(Protocol):
         `attend`, and return the latents for the module to use."""
         ...
 
+    def route(self, what: Pass, router: str, logits: Tensor) -> None:
+        """Take the logits (T, E) of a router, which is named."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class BoundCell:

@@ -28,7 +28,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from furlong.errors import ElsewhereError, PlanError, UnsupportedModelError, UserError
 from furlong.families import family_of, for_all_layers
+from furlong.models.asked import answers_of
 from furlong.models.attention import (
+    BoundCell,
     CellAttention,
     Change,
     KVReady,
@@ -68,6 +70,7 @@ from furlong.models.placeholders import (
     uncuttable,
 )
 from furlong.models.rope import num_positions
+from furlong.models.routers import Router, RouterRule, routers_of, rule_of
 from furlong.models.support import (
     COMPILED_CALL,
     OTHER_FAMILY,
@@ -469,7 +472,11 @@ class HFDecoder:
             relaying(mixers) if mixers else nullcontext(),
             patched(self.fused),
             hooked(self.decoder, self._refuse_others),
+            ExitStack() as stack,
         ):
+            for router in self.routers:
+                hook = router.module.register_forward_hook(partial(_routed, router))
+                stack.callback(hook.remove)
             yield
 
     def _refuse_others(self, decoder: nn.Module, _: object) -> None:
@@ -549,6 +556,20 @@ class HFDecoder:
                 change="train a model of another family, or report this one",
             ) from error
 
+    @cached_property
+    def routers(self) -> list[Router]:
+        """The decoder's modules that return router logits; none if layers are compiled, which run
+        no hooks that are added later."""
+        return [] if self.compiled else routers_of(self.decoder)
+
+    @property
+    def router_rule(self) -> RouterRule | None:
+        """The router loss that the model adds to its cross-entropy, or None."""
+        rule = rule_of(self.base)
+        if rule is None or not rule.coefficient:
+            return None
+        return rule if answers_of(self.base).adds_router_loss else None
+
     @property
     def events(self) -> tuple[TokenMixing, ...] | None:
         """How the decoder's layers mix tokens, in order; None: by attention in each layer."""
@@ -571,9 +592,10 @@ class HFDecoder:
 
     @property
     def cell_modules(self) -> list[nn.Module]:
-        """The modules to which a cell is bound: attention modules and mixers."""
+        """The modules to which a cell is bound: attention modules, mixers and routers."""
         mixers = [mixer.module for mixer in self.probed.mixers]
-        return list(dict.fromkeys([*self.attention_modules, *mixers]))
+        routers = [router.module for router in self.routers]
+        return list(dict.fromkeys([*self.attention_modules, *mixers, *routers]))
 
     def decode(self, cache: EmptyCache | None = None, **inputs: Tensor) -> Tensor:
         """Return the decoder's final hidden states (1, T, D) for inputs with a batch axis."""
@@ -591,6 +613,13 @@ def _whole(model: Any, **inputs: Tensor) -> Tensor:
     the instance and hooks of the model are bypassed."""
     output = type(model).forward(model, **inputs, use_cache=False, return_dict=True)
     return output.logits  # type: ignore[no-any-return]
+
+
+def _routed(router: Router, module: nn.Module, _: Any, output: Any) -> None:
+    """Forward hook of a router: hand its logits to the cell that is bound to it."""
+    pass_of, logits = BoundCell.to(module), router.logits(output)
+    if pass_of is not None and logits is not None:
+        pass_of.cell.route(pass_of.what, router.name, logits)
 
 
 def _require_alone(base: Any, decoder: nn.Module) -> None:

@@ -142,6 +142,7 @@ class _Chunk(_AnyDtype):
         self.before: list[nn.Module] = []
         """Modules that run before the first layer."""
         self._num_tokens = num_tokens
+        self._has_router_loss = model.router_rule is not None
         self._places = dict(zip(layers, self.layers, strict=True))
         self._weights = {_storage(p): (p, m) for m in base.modules() for p in m.parameters(False)}
         self._parents = {child: module for module in base.modules() for child in module.children()}
@@ -272,6 +273,10 @@ class _Chunk(_AnyDtype):
 
     def mixed(self, what: Pass, layer: int) -> None:
         self._met()
+
+    def route(self, what: Pass, router: str, logits: Tensor) -> None:
+        if self._layer is not None and self._has_router_loss and logits.requires_grad:
+            self._layer.saved += logits.nbytes  # their gradient, until the backward
 
     def _met(self) -> _Layer:
         layer = self._layer

@@ -376,8 +376,9 @@ _CONFIGS: tuple[RefusalRule, ...] = (
      "position embeddings that depend on the position alone",
      "choose another type, such as yarn or linear, in config.rope_parameters"),
     (_of_text(lambda text: getattr(text, "output_router_logits", False), "adds_loss"),
-     "adds a router loss (output_router_logits=True), which mixes all tokens of a batch",
-     "no router loss", set_in_config({"output_router_logits": False})),
+     "adds a router loss (output_router_logits=True) that is not transformers' load balancing",
+     "E * sum(f * p) over all experts, or no router loss",
+     set_in_config({"output_router_logits": False})),
 )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ from furlong.plan.passes import Pass
 from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.plan.rows import ChunkRows, rows_of
 from furlong.runtime.rng import RNGState
+from furlong.runtime.routing import Routing
 
 
 def rows_on(model: HFDecoder, plan: ChunkPlan, process: int = 0) -> Callable[[Chunk], ChunkRows]:
@@ -312,6 +313,10 @@ class Cell:
     rng: RNGState | None = None
     saved: SavedGraph | None = None
     """Saved tensors of a retained graph, if the plan offloads graphs."""
+    routing: Routing | None = None
+    """What takes router logits, if anything does."""
+    routed: dict[str, bool] = field(default_factory=dict)
+    """Router of the pass with a graph -> whether its loss's gradient has been added."""
     adds_gradients: bool = True
     """Whether backward accumulates gradients of the latent up-projection (MLA)."""
     _latents: dict[int, LatentKV] = field(default_factory=dict)
@@ -479,6 +484,36 @@ class Cell:
             self.rows.num_rows, self.adds_gradients,
         )  # fmt: skip
         return latents
+
+    def route(self, what: Pass, router: str, logits: Tensor) -> None:
+        """Hand the logits (T, E) of a router to `routing`. In a pass with a graph, the backward
+        will add the gradient of the router's loss to that of the logits."""
+        num_tokens = self.rows.num_tokens
+        if self.routing is None or not num_tokens:  # a dummy chunk: one row of no sequence
+            return
+        if what.computes == "values":
+            self.routing.meet(router, logits, self.rows)
+        # a checkpoint calls again within the backward, with a graph of its own
+        elif what.computes == "graph" and logits.requires_grad and router not in self.routed:
+            self.routed[router] = False
+            gradient = self.routing.gradient(router, logits, self.rows)
+            logits.register_hook(partial(self._add_routed, router, gradient))
+
+    def _add_routed(self, router: str, gradient: Tensor, given: Tensor) -> Tensor:
+        self.routed[router] = True
+        return given + gradient
+
+    def require_routed(self, name: str) -> None:
+        """Raise UnsupportedModelError if the backward has passed a router by. `name`: the model's
+        class, for the message."""
+        passed = [router for router, is_added in self.routed.items() if not is_added]
+        if passed:
+            raise UnsupportedModelError(
+                given=f"{name}, whose {passed[0]} returns logits that nothing else depends on",
+                required="router logits on the way to the loss, for a router loss",
+                source="the model's code, and output_router_logits",
+                change="set output_router_logits to False",
+            )
 
     def begin_pass(self, what: Pass) -> None:
         """Forget which layers have run, and prefetch the first layer's saved attention output."""

@@ -376,6 +376,7 @@ class Executor:
         with self._comms.backward(action):
             if output.requires_grad:
                 torch.autograd.backward(output, gradient, inputs=ends)
+                cell.require_routed(self._model.name)
             elif self._comms.is_last(action):  # nothing is trained in this stage or below
                 self._model.empty_backward()
 
@@ -385,7 +386,7 @@ class Executor:
             self._inputs_of(chunk).rows, chunk_pieces(self._plan, chunk), self._store,
             self._backend, self._attention, own.layers, own.events, self._exchange,
             self._state_runs(chunk), self._process, self._plan.sp_size,
-            adds_gradients=self._embedded is None,
+            routing=self._head.routing, adds_gradients=self._embedded is None,
         )  # fmt: skip
 
     def _free_kv(self, chunk: int, stage: int) -> None:

@@ -27,6 +27,7 @@ from furlong.ops.loss import TiledHead, label_losses
 from furlong.plan.plan import ChunkPlan
 from furlong.plan.rows import RowRun
 from furlong.runtime.batch import WEIGHTS, Batch, ChunkTargets, sent_to
+from furlong.runtime.routing import RouterLoss, RouterOutputs
 from furlong.values import Extras, TokenFunction
 
 
@@ -53,6 +54,8 @@ class LossHead:
         """Labels, weighted as their losses are in `loss_sum`."""
         self.num_labels = 0
         """Labels evaluated on this process."""
+        self.routing: RouterLoss | None = None
+        """The model's router loss, if it adds one."""
 
     def evaluate(self, hidden: Tensor, targets: ChunkTargets) -> None:
         """Compute a chunk's loss from final hidden states (T, D), without a graph. Add it to the
@@ -113,6 +116,8 @@ class LossHead:
                 self.token_losses, add_up(torch.cat(self.token_losses)).split(lens), strict=True
             ):
                 losses.copy_(total)
+        if self.routing is not None:
+            loss_sum += self.routing.total(int(num_labels), add_up)
         if not self._estimates:
             return loss_sum, int(num_labels)
         assert num_valid_tokens is not None
@@ -164,6 +169,8 @@ class OutputHead:
         self.num_labels = 0
         """Labels evaluated on this process since the last `total`."""
         self._tiled = function and _tiled(model, function, modes=modes)
+        self.routing: RouterOutputs | None = None
+        """What collects router logits, if they are outputs, too."""
         self.token_losses: list[Tensor] = []
         self.cotangents: Sequence[Tensor | None] = ()
         self._outputs: list[Tensor] = []

@@ -244,7 +244,7 @@ class Session:
             change = "pass dist.group.WORLD, or what dist.new_group returns to its members"
             require_type(process_group, ProcessGroup, change)
         self.offload_weights = offload_weights
-        self.given, self.storage, self._is_entered = given, storage, is_entered
+        self.given, self.storage, self.is_entered = given, storage, is_entered
         self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype
         self.state = _STATES.setdefault(bare_model(given), ModelState())
         self.ranks: Ranks | None = None
@@ -393,8 +393,8 @@ class Session:
             self.model = HFDecoder(
                 self.given,
                 max_seq_len=self.max_seq_len,
-                needs_head=not self._is_entered,
-                is_entered=self._is_entered,
+                needs_head=not self.is_entered,
+                is_entered=self.is_entered,
                 device=self.device,
             )
             self.model.agreed = self.state.agreed
@@ -585,7 +585,7 @@ class Session:
 
     def _key(self, heights: tuple[int, ...]) -> tuple[object, ...]:
         now = self.scan.fingerprint[:2]
-        return now, self.compute_dtype, self.max_seq_len, heights, self._is_entered
+        return now, self.compute_dtype, self.max_seq_len, heights, self.is_entered
 
     def _shard(self, ranks: Ranks) -> None:
         """Shard the weights; warn if other objects still hold them whole."""

@@ -47,6 +47,7 @@ from furlong.runtime.distributed.consensus import (
 from furlong.runtime.executor import Executor
 from furlong.runtime.head import Head, LossHead
 from furlong.runtime.profile import Measuring
+from furlong.runtime.routing import RouterLoads, router_loss
 from furlong.runtime.session import Session, untrainable
 from furlong.timeline import Timeline
 
@@ -197,6 +198,8 @@ class StepResult:
     """Other metrics of the loss, by name."""
     attention: Tally = field(default_factory=Tally)
     """Calls and FLOPs of attention kernels on a GPU."""
+    loads: RouterLoads | None = None
+    """How the batch loads its experts, if the model adds a router loss."""
 
 
 def planner_of(
@@ -328,6 +331,7 @@ def take_step(
     watch: Callable[[], None],
     *,
     head: Callable[[HFDecoder, ChunkPlan, Batch], Head] = LossHead,
+    loads: RouterLoads | None = None,
     **measuring: Unpack[Measuring],
 ) -> StepResult:
     """Run a plan on its batch. Return loss, number of labels, timeline and memory of the step. The
@@ -342,6 +346,7 @@ def take_step(
     if plan.trained and not session.trains:
         raise untrainable(model)
     _require_frozen(session, plan)
+    routing = router_loss(model, plan, loads, divisor)
     comms, pools = session.comms(plan), session.state.opened
     with ExitStack() as stack:
 
@@ -349,13 +354,16 @@ def take_step(
             _take_pinned(session, plan)
             pools.reset_peaks()
             stack.enter_context(session.computing(plan))
+            consumer = head(model, plan, batch)
+            if isinstance(consumer, LossHead):
+                consumer.routing = routing
             return Executor(
                 model, plan, batch,
                 num_valid_tokens=divisor,
                 num_labels=divisor if num_labels is None else num_labels,
                 backend=session.state.backend, pools=pools, comms=comms, rank=session.rank,
                 process=session.process, exchange=session.exchange,
-                head=head(model, plan, batch), **measuring,
+                head=consumer, **measuring,
             )  # fmt: skip
 
         executor = run_on_all(session.ranks, make)
@@ -371,11 +379,13 @@ def take_step(
     if num_labels is None:
         num_labels = executor.num_labels
     assert num_labels == executor.num_labels, "the plan met other labels than the batch has"
+    loads = None if routing is None else routing.loads
     losses = tuple(losses.cpu() for losses in executor.token_losses)
     return StepResult(
         loss_sum / divisor, loss_sum, num_labels, timeline, losses, plan,
         cpu_bytes=pools.peak_bytes("cpu"), disk_bytes=pools.peak_bytes("disk"),
-        has_drawn=executor.has_drawn, attention=tally.taken(),
+        has_drawn=executor.has_drawn, attention=tally.taken(), loads=loads,
+        metrics={} if loads is None else {"aux_loss": loads.aux_loss},
     )  # fmt: skip
 
 

@@ -62,6 +62,7 @@ from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.executor import Executor
 from furlong.runtime.head import OutputHead
 from furlong.runtime.precision import gradients_apart
+from furlong.runtime.routing import RouterOutputs
 from furlong.runtime.scan import ModelScan
 from furlong.runtime.session import Autocast, Session
 from furlong.runtime.step import memory_of, own_plan, take_step, whole_plan
@@ -83,14 +84,19 @@ class TwoPhases:
         gradients: GradientMode,
         autocast: Autocast,
         watch: Callable[[], None] = lambda: None,
+        *,
+        routers: bool = False,
     ) -> None:
-        """`function`: see `OutputHead`. `watch` (see `Executor.run`) is called in both phases."""
+        """`function`: see `OutputHead`. `watch` (see `Executor.run`) is called in both phases.
+        `routers`: whether the logits of routers are outputs, too, behind those of sequences."""
         self._session, self._plan, self._gradients = session, plan, gradients
         self._batch = batch
         self._watch = watch
         self._model = session.model
         self._at_forward = session.scan
         self._head = OutputHead(self._model, batch, function, autocast, is_rounded=autocast.enabled)
+        if routers:
+            self._head.routing = RouterOutputs(batch)
         state = session.state
         # separate pools: other calls may run, and fail, between the phases
         pools = state.opened.beside()
@@ -114,7 +120,8 @@ class TwoPhases:
         forwards = sum(isinstance(action, Forward) for action in self._plan.actions[0])
         with self._session.computing():
             self._executor.advance(forwards, self._watch)
-        return self._head.finish()
+        routing = self._head.routing
+        return self._head.finish() + ([] if routing is None else routing.finish())
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run all other actions of the plan. They start from `cotangents`, the gradient of the
@@ -125,9 +132,15 @@ class TwoPhases:
         if not self._end.alive:
             raise _second_backward()
         returned: dict[int, Tensor] | None = {} if self._gradients == "returned" else None
-        model = self._model
+        model, num_sequences = self._model, len(self._batch.seq_lens)
+        used = [
+            any(x is not None for x in cotangents[index::num_sequences])
+            for index in range(num_sequences)
+        ]
         try:
-            self._head.cotangents = cotangents
+            self._head.cotangents = cotangents[:num_sequences]
+            if self._head.routing is not None:
+                self._head.routing.take(cotangents[num_sequences:])
             with self._session.alone(takes_autocast=True):
                 # while no other thread's call runs
                 _require_unchanged(self._at_forward, self._session.scan)
@@ -135,12 +148,14 @@ class TwoPhases:
                     _modes_of(self._at_forward),
                     self._session.computing(self._plan, returned, model),
                 ):
-                    self._executor.skip(_unused(self._plan, self._batch, cotangents))
+                    self._executor.skip(_unused(self._plan, self._batch, used))
                     self._executor.advance(len(self._plan.actions[0]), self._watch)
             # only now has every chunk been computed a second time
             self._head.require_unmoved(self.parameters[0].dtype)
         finally:
             self._head.cotangents = ()
+            if self._head.routing is not None:
+                self._head.routing.take(())
             self._end()
         return [(returned or {}).get(id(p)) for p in self.parameters]
 
@@ -342,12 +357,12 @@ def differentiable(run: TwoPhases | TwoSteps) -> list[Tensor]:
     return list(_Node.apply(run, anchor, *run.parameters))  # type: ignore[no-untyped-call]
 
 
-def _unused(plan: ChunkPlan, batch: Batch, cotangents: Sequence[Tensor | None]) -> frozenset[int]:
+def _unused(plan: ChunkPlan, batch: Batch, has_gradient: Sequence[bool]) -> frozenset[int]:
     """Return the chunks that no sequence with an output gradient needs: they get no backward."""
     used = {
         index
         for index, chunk in enumerate(plan.chunks)
-        if any(cotangents[i] is not None for s in chunk.slices for i in batch.members(s))
+        if any(has_gradient[i] for s in chunk.slices for i in batch.members(s))
     }
     for seq_id, group in plan.groups.items():
         # the whole group too if its tail shares a chunk with such a sequence
@@ -406,12 +421,14 @@ def token_values(
     gradients: GradientMode = "returned",
     *,
     share_prompts: bool = True,
+    routers: bool = False,
     watch: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
     """Return, for each sequence, the values (T,) or (T, k) that `function` computes from its
     tokens; with `function` None, final hidden states (T, D). The tensors are differentiable unless
     grad mode is off or nothing is trained. Arguments: see `Engine.token_values` and
-    `Engine.hidden_states`."""
+    `Engine.hidden_states`. With `routers`, on one process, the logits of each router follow, for
+    each sequence (T, E)."""
 
     def read() -> list[ShiftedSequence]:
         if function is not None:
@@ -422,6 +439,7 @@ def token_values(
             raise refused_data("no sequences", "at least one sequence", "leave the call out")
         if session.ranks is None:
             _require_labels(function, count_valid_tokens(shifted))
+        refuse_router_loss(session, routers=routers)
         require_type(options, ChunkOptions)
         require_two_phases(options)
         if gradients not in get_args(GradientMode):
@@ -451,8 +469,33 @@ def token_values(
         else:
             batch, plan = _planned_alone(session, shifted, options, autocast, differs=differs,
                                          share_prompts=share_prompts)  # fmt: skip
-            run = TwoPhases(session, plan, batch, function, gradients, autocast, watch)
+            run = TwoPhases(
+                session, plan, batch, function, gradients, autocast, watch, routers=routers
+            )
         return differentiable(run) if differs else run.first()
+
+
+def refuse_router_loss(session: Session, *, routers: bool) -> None:
+    """Raise ConfigError for values without a router loss that the model's own forward would add.
+    `routers`: whether router logits are outputs, too."""
+    model = session.model
+    if routers and not model.routers:
+        raise ConfigError(
+            given=f"{model.name} with output_router_logits=True, whose routers are "
+            + ("compiled" if model.compiled else "unknown"),
+            required="router logits, which its routers return (`_can_record_outputs`)",
+            source="a call of a model that furlong.chunked has changed",
+            change="set config.output_router_logits=False (in TRL: router_aux_loss_coef=0.0)"
+            + ", or compile no layers" * bool(model.compiled),
+        )
+    if not session.is_entered and model.router_rule is not None:
+        raise ConfigError(
+            given=f"{model.name} with a router loss (output_router_logits=True)",
+            required="a loss that the caller makes of values of tokens: nothing would add it",
+            source="Engine.token_values or Engine.hidden_states, and the model's config",
+            change="set config.output_router_logits=False, use forward_backward, or furlong.chunked"
+            " and the outputs' aux_loss",
+        )
 
 
 def _planned_alone(

@@ -273,6 +273,9 @@ class BatchEngine:
             return self.engine.forward_backward(
                 batch.tensors(), options, divisor, backward, watch=watch
             )
+        loads = None
+        if backward and self.engine.adds_router_loss:
+            loads = self.engine.loads_of(self.compute(batch, options, backward=False, watch=watch))
         plans, made = self._plans, list[ChunkPlan]()
         # before the first exchange, in which a process with a new model waits for the others' plan
         plans.expect(Wanted.of(batch, options, backward=backward))
@@ -285,7 +288,9 @@ class BatchEngine:
             return made[0], batch.part(self.engine.reads(made[0]))
 
         try:
-            return self.engine.run_made(make, batch.num_valid_tokens, weights=weights, watch=watch)
+            return self.engine.run_made(
+                make, batch.num_valid_tokens, weights=weights, loads=loads, watch=watch
+            )
         finally:  # another process may have refused before this one took its plan
             plans.drop(Wanted.of(batch, options, backward=backward))
 

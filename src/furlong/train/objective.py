@@ -174,6 +174,13 @@ class AnswerLoss(Objective):
     ) -> StepResult:
         """Compute the loss as `Objective.compute` does. The result's `loss_sum` is the sum of loss
         terms."""
+        if engine.engine.adds_router_loss:
+            raise ConfigError(
+                given=f"train.loss: {self.name} and a model with output_router_logits: true",
+                required="no router loss: it is defined beside the cross-entropy of a batch",
+                source="train.loss, and the model's config.json or model.config",
+                change="set model.config: {output_router_logits: false}",
+            )
         if engine.is_alone:
             return self._alone(engine, batch, options, backward, watch)
         import torch

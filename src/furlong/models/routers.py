@@ -1,0 +1,91 @@
+"""Routers of mixtures of experts, and the load-balancing loss that transformers makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROUTER_LOGITS = "output_router_logits"
+COEFFICIENT = "router_aux_loss_coef"
+EXPERTS = ("num_experts", "num_local_experts")
+_TOP_K = "num_experts_per_tok"
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A module whose output has router logits (T, E)."""
+
+    name: str
+    """Its name in the decoder."""
+    module: nn.Module
+    index: int
+    """Where the logits are, if it returns a tuple."""
+
+    def logits(self, output: Any) -> Tensor | None:
+        found = output[self.index] if isinstance(output, tuple) else output
+        return found.flatten(0, -2) if isinstance(found, Tensor) else None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRule:
+    """The load-balancing loss of a model: its coefficient, and the experts."""
+
+    coefficient: float
+    num_experts: int
+    top_k: int
+    """Experts that each token chooses."""
+
+    def loss(self, logits: Iterable[Tensor]) -> Tensor:
+        """Return the loss, without its coefficient, of the logits (T, E) of each router."""
+        sums = torch.stack([self.sums(own) for own in logits]).sum(0)
+        choices, of_experts = (sums[:-1] / sums[-1]).split(self.num_experts)
+        return self.num_experts * (choices @ of_experts)
+
+    def sums(self, logits: Tensor) -> Tensor:
+        """Return a tensor (2 E + 1,), float64, of router logits (T, E): how many tokens choose each
+        expert, the sum of each expert's probabilities, and T."""
+        weights = logits.softmax(-1)
+        chosen = weights.topk(self.top_k, -1).indices.flatten()
+        wide = torch.float64
+        choices = torch.zeros(self.num_experts, dtype=wide, device=weights.device)
+        choices.scatter_add_(0, chosen, choices.new_ones(len(chosen)))
+        num_rows = choices.new_full((1,), len(weights))
+        return torch.cat([choices, weights.to(wide).sum(0), num_rows])
+
+
+def routers_of(decoder: nn.Module) -> list[Router]:
+    """Return the modules of which transformers records router logits (`_can_record_outputs`)."""
+    specs = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", [])
+    found = []
+    for name, module in decoder.named_modules():
+        for spec in specs if isinstance(specs, list) else [specs]:
+            kind: Any = getattr(spec, "target_class", spec)
+            index, within = getattr(spec, "index", 1), getattr(spec, "layer_name", None)
+            is_within = within is None or f".{within.strip('.')}." in f".{name}."
+            if is_within and isinstance(kind, type) and issubclass(type(module), kind):
+                found.append(Router(name, module, index))
+    return found
+
+
+def rule_of(model: Any) -> RouterRule | None:
+    """Return the load-balancing loss that a model's config asks for (`output_router_logits`); None
+    if it asks for none, or names no experts."""
+    text = model.config.get_text_config()
+    if not getattr(text, ROUTER_LOGITS, False):
+        return None
+    values = [_first(model, text, keys) for keys in ((COEFFICIENT,), EXPERTS, (_TOP_K,))]
+    if any(value is None for value in values):
+        return None
+    coefficient, num_experts, top_k = values
+    return RouterRule(float(coefficient), int(num_experts), int(top_k))
+
+
+def _first(model: Any, text: Any, keys: tuple[str, ...]) -> Any:
+    """Return the first of the attributes `keys` of a model, which its forward reads, or else of its
+    config."""
+    found = (getattr(place, key, None) for place in (model, text) for key in keys)
+    return next((value for value in found if isinstance(value, int | float)), None)

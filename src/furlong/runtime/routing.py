@@ -1,0 +1,175 @@
+"""Router logits of mixtures of experts: the load-balancing loss of a step, and outputs of a call.
+
+The loss of transformers averages over all tokens of a batch and over all routers. For E experts, of
+which each token chooses k,
+
+    aux = E * sum_e f_e p_e
+
+with f_e the mean number of times that a token chooses expert e (no gradient), and p_e its mean
+probability. Once f is known, the loss is a sum over chunks. So a step first evaluates its batch for
+f (`RouterLoads`), on any layout; the backward of each chunk then adds the loss's gradient at its
+router logits. A batch is all sequences of one step, on all processes.
+
+    T tokens of a chunk, E experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from furlong.errors import ConfigError
+from furlong.models.decoder import HFDecoder
+from furlong.models.routers import RouterRule
+from furlong.models.support import set_in_config
+from furlong.plan.plan import ChunkPlan
+from furlong.plan.rows import ChunkRows
+from furlong.runtime.batch import Batch
+
+
+class Routing(Protocol):
+    """What a step does with router logits (T, E) of a chunk's tokens on this process."""
+
+    def meet(self, router: str, logits: Tensor, rows: ChunkRows) -> None:
+        """Take the logits of a pass without a graph."""
+        ...
+
+    def gradient(self, router: str, logits: Tensor, rows: ChunkRows) -> Tensor:
+        """Return the gradient of a loss with respect to the logits of a pass with a graph."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoads:
+    """How a batch loads its experts, over all routers and processes."""
+
+    fractions: Tensor
+    """(E,) float64: mean number of times that a token chooses the expert; the sum is k."""
+    num_rows: float
+    """Tokens times routers."""
+    aux_loss: float
+    """The load-balancing loss, without its coefficient."""
+    num_labels: int
+    """Labels of the batch, by which its loss counts where several batches add up."""
+
+
+class RouterLoss:
+    """The load-balancing loss of one step. Implements `Routing`."""
+
+    def __init__(
+        self, rule: RouterRule, device: torch.device, loads: RouterLoads | None, divisor: int
+    ) -> None:
+        """
+        Args:
+            loads: What an evaluation of the same batch has returned; None: this is that evaluation.
+            divisor: Tokens that the step's summed loss is divided by.
+        """
+        self._rule, self.loads, self._divisor = rule, loads, divisor
+        self._sums = torch.zeros(2 * rule.num_experts + 1, dtype=torch.float64, device=device)
+        """Choices of each expert, probabilities of each expert, and rows."""
+
+    def meet(self, router: str, logits: Tensor, rows: ChunkRows) -> None:
+        if self.loads is None:
+            self._sums += self._rule.sums(logits)
+
+    def gradient(self, router: str, logits: Tensor, rows: ChunkRows) -> Tensor:
+        loads, rule = self.loads, self._rule
+        assert loads is not None, "a step with gradients begins with an evaluation"
+        factor = rule.coefficient * loads.num_labels / self._divisor
+        factor *= rule.num_experts / loads.num_rows
+        # without autograd: a checkpoint counts what its layers save
+        weights = logits.detach().softmax(-1)
+        slopes = (loads.fractions * factor).to(weights).expand_as(weights)
+        found = torch.ops.aten._softmax_backward_data(slopes, weights, -1, weights.dtype)
+        return found.to(logits.dtype)  # type: ignore[no-any-return]
+
+    def total(self, num_labels: int, add_up: Callable[[Tensor], Tensor]) -> float:
+        """Return the loss of all processes, summed over `num_labels` labels. `add_up`: an
+        all-reduce."""
+        rule = self._rule
+        if self.loads is None:
+            sums = add_up(self._sums)
+            num_rows = float(sums[-1])
+            if not num_rows:
+                raise _refusal(rule, "no router in the model's layers", "use a model with experts")
+            fractions, of_experts = (sums[:-1] / num_rows).split(rule.num_experts)
+            aux_loss = rule.num_experts * float(fractions @ of_experts)
+            self.loads = RouterLoads(fractions, num_rows, aux_loss, num_labels)
+        return rule.coefficient * self.loads.aux_loss * num_labels
+
+
+def router_loss(
+    model: HFDecoder, plan: ChunkPlan, loads: RouterLoads | None, divisor: int
+) -> RouterLoss | None:
+    """Return the router loss of a step; None for a model that adds none. Raises ConfigError for
+    plans that sample or branch, and for those that train and were not evaluated before."""
+    rule = model.router_rule
+    if rule is None:
+        return None
+    if model.compiled:
+        raise _refusal(rule, "compiled layers", "compile no layers")
+    if plan.sampled:
+        raise _refusal(rule, "sampled chunks", "remove chunks.sample")
+    if plan.trees:
+        raise _refusal(rule, "sequences that branch", "plan each answer with its prompt")
+    if plan.trained and loads is None:
+        change = "run a plan of Engine.plan(..., backward=False) on the batch first and pass its "
+        change += "result's `loads`, or call forward_backward"
+        raise _refusal(rule, "a plan with backwards alone", change)
+    return RouterLoss(rule, model.device, loads, divisor)
+
+
+def _refusal(rule: RouterRule, what: str, change: str) -> ConfigError:
+    return ConfigError(
+        given=f"{what}, and a router loss of {rule.num_experts} experts "
+        f"(output_router_logits=True, router_aux_loss_coef={rule.coefficient:g})",
+        required="how often all tokens of the batch choose each expert, counted before a backward",
+        source="the plan of the step, and the model's config",
+        change=f"{change}, or {set_in_config({'output_router_logits': False})}",
+    )
+
+
+class RouterOutputs:
+    """Router logits as outputs of a call on one process, from which the caller computes a loss.
+    Implements `Routing`."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._outputs: dict[str, list[Tensor]] = {}
+        self._routers: list[str] = []
+        self._cotangents: dict[str, Sequence[Tensor | None]] = {}
+
+    def meet(self, router: str, logits: Tensor, rows: ChunkRows) -> None:
+        if router not in self._outputs:
+            lens, width = self._batch.seq_lens, logits.shape[1]
+            self._outputs[router] = [logits.new_zeros((n, width)) for n in lens]
+        for index, run, row in self._batch.runs(rows):
+            self._outputs[router][index][run.start : run.stop] = logits[row : row + len(run)]
+
+    def gradient(self, router: str, logits: Tensor, rows: ChunkRows) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)  # sequences may share rows
+        found = torch.zeros_like(logits, dtype=wide)
+        for index, run, row in self._batch.runs(rows):
+            own = self._cotangents[router][index]
+            if own is not None:
+                found[row : row + len(run)] += own[run.start : run.stop]
+        return found.to(logits.dtype)
+
+    def finish(self) -> list[Tensor]:
+        """Return the logits (T, E) of each router, in order, for each sequence; drop this object's
+        references to them (see `OutputHead.finish`)."""
+        found, self._outputs = self._outputs, {}
+        self._routers = list(found)
+        return [own for of_router in found.values() for own in of_router]
+
+    def take(self, cotangents: Sequence[Tensor | None]) -> None:
+        """Take the gradient of the caller's loss with respect to each output, in order; None:
+        zeros."""
+        num_sequences = len(self._batch.seq_lens)
+        starts = range(0, len(cotangents), num_sequences)
+        parts = [cotangents[start : start + num_sequences] for start in starts]
+        self._cotangents = dict(zip(self._routers, parts, strict=False))
