@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_families import build
+from helpers.tiny_families import build, build_other
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import furlong
@@ -59,7 +59,9 @@ def test_effects_are_seen() -> None:
         "gemma4_text", **SIZES | GEMMA4 | {"use_bidirectional_attention": "all"}
     )
     assert answers_of(AutoModelForCausalLM.from_config(gemma4)).sees_later
-    assert answers_of(build("mixtral", output_router_logits=True)).adds_loss
+    assert answers_of(build_other("doge", is_moe=True, output_router_logits=True)).adds_loss
+    balanced = answers_of(build("mixtral", output_router_logits=True))
+    assert balanced.adds_router_loss and not balanced.adds_loss
     few = build("llama", rope_parameters=DYNAMIC, max_position_embeddings=16)
     assert answers_of(few).depends_on_length
 

@@ -93,7 +93,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         "both directions",
     ),
     "a router loss": (
-        lambda: build_other("mixtral", num_local_experts=2, output_router_logits=True),
+        lambda: build_other("doge", is_moe=True, output_router_logits=True),
         "router loss",
     ),
     "attention blocks of no size": (lambda: changed(with_other_types), "chunked_attention"),

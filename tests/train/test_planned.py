@@ -33,8 +33,6 @@ def plan(tmp_path: Path, values: dict[str, Any], *flags: str, length: int = 48) 
     [
         ({"model_type": "starcoder2", **PLAIN, "attention_dropout": 0.1},
          "--model.config={attention_dropout: 0}"),
-        ({"model_type": "granitemoe", **PLAIN, "num_local_experts": 4, "num_experts_per_tok": 2,
-          "output_router_logits": True}, "--model.config={output_router_logits: false}"),
         ({"model_type": "gptj", "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4,
           "n_inner": 48, "vocab_size": 96, "attn_pdrop": 0.0}, ""),
         ({"model_type": "gpt2", **TINY, "n_positions": 64, "attn_pdrop": 0.1},

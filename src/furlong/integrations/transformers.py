@@ -33,7 +33,7 @@ from furlong.api import Engine
 from furlong.errors import ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.attention import forward_as_written
-from furlong.models.support import bare_model, refuse_attention_dropout
+from furlong.models.support import bare_model, refuse_attention_dropout, unsupported
 from furlong.ops.loss import IGNORE_INDEX, wide
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.batch import ShiftedSequence, count_valid_tokens, refused_data, require_type
@@ -506,6 +506,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if divides:
             require_parts(self.model)
             self.accelerator.state.fsdp_plugin.auto_wrap_policy = None  # nothing is left to wrap
+        if self.engine.adds_router_loss:
+            raise unsupported(
+                self.model, "adds a router loss (output_router_logits=True)",
+                "the cross-entropy alone: this trainer's steps are several batches",
+                "set router_aux_loss_coef=0.0, or use furlong.chunked and an ordinary trainer",
+            )  # fmt: skip
         refuse_attention_dropout(self.engine.model.base)  # from_pretrained returns it in eval mode
         self._own_loss = 0.0  # this process's loss since the last update
         self._asked: object = None  # state of the model that `require_model_loss` has tested

@@ -70,7 +70,7 @@ from furlong.models.placeholders import (
     uncuttable,
 )
 from furlong.models.rope import num_positions
-from furlong.models.routers import Router, RouterRule, routers_of, rule_of
+from furlong.models.routers import ROUTER_LOGITS, Router, RouterRule, routers_of, rule_of
 from furlong.models.support import (
     COMPILED_CALL,
     OTHER_FAMILY,
@@ -565,6 +565,8 @@ class HFDecoder:
     @property
     def router_rule(self) -> RouterRule | None:
         """The router loss that the model adds to its cross-entropy, or None."""
+        if not getattr(self.config, ROUTER_LOGITS, False):
+            return None
         rule = rule_of(self.base)
         if rule is None or not rule.coefficient:
             return None

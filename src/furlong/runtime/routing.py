@@ -103,13 +103,10 @@ class RouterLoss:
 
 
 def router_loss(
-    model: HFDecoder, plan: ChunkPlan, loads: RouterLoads | None, divisor: int
-) -> RouterLoss | None:
-    """Return the router loss of a step; None for a model that adds none. Raises ConfigError for
-    plans that sample or branch, and for those that train and were not evaluated before."""
-    rule = model.router_rule
-    if rule is None:
-        return None
+    rule: RouterRule, model: HFDecoder, plan: ChunkPlan, loads: RouterLoads | None, divisor: int
+) -> RouterLoss:
+    """Return the router loss of a step. Raises ConfigError for plans that sample or branch, and for
+    those that train and were not evaluated before."""
     if model.compiled:
         raise _refusal(rule, "compiled layers", "compile no layers")
     if plan.sampled:
