@@ -314,7 +314,7 @@ class Cell:
     saved: SavedGraph | None = None
     """Saved tensors of a retained graph, if the plan offloads graphs."""
     routing: Routing | None = None
-    """What takes router logits, if anything does."""
+    """Consumer of router logits, if there is one."""
     routed: dict[str, bool] = field(default_factory=dict)
     """Router of the pass with a graph -> whether its loss's gradient has been added."""
     adds_gradients: bool = True

@@ -170,7 +170,7 @@ class OutputHead:
         """Labels evaluated on this process since the last `total`."""
         self._tiled = function and _tiled(model, function, modes=modes)
         self.routing: RouterOutputs | None = None
-        """What collects router logits, if they are outputs, too."""
+        """Collector of router logits, if they are outputs."""
         self.token_losses: list[Tensor] = []
         self.cotangents: Sequence[Tensor | None] = ()
         self._outputs: list[Tensor] = []

@@ -32,7 +32,7 @@ from furlong.runtime.batch import Batch
 
 
 class Routing(Protocol):
-    """What a step does with router logits (T, E) of a chunk's tokens on this process."""
+    """Consumer of the router logits (T, E) of a chunk's tokens on this process."""
 
     def meet(self, router: str, logits: Tensor, rows: ChunkRows) -> None:
         """Take the logits of a pass without a graph."""
