@@ -560,7 +560,8 @@ class HFDecoder:
     def routers(self) -> list[Router]:
         """The decoder's modules that return router logits; none if layers are compiled, which run
         no hooks that are added later."""
-        return [] if self.compiled else routers_of(self.decoder)
+        is_recorded = "router_logits" in (getattr(self.decoder, "_can_record_outputs", None) or ())
+        return routers_of(self.decoder) if is_recorded and not self.compiled else []
 
     @property
     def router_rule(self) -> RouterRule | None:
