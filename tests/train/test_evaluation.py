@@ -13,8 +13,9 @@ from furlong.data.loader import LoaderState, TrainBatch
 from furlong.data.tokenize import Sequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
+from furlong.report.beyond import Beyond, PositionSpan
 from furlong.train.batches import BatchEngine
-from furlong.train.evaluation import Beyond, Stretch, evaluate
+from furlong.train.evaluation import evaluate
 from furlong.train.memory import Fitting, UsedMemory
 
 LENS = (300, 1, 65, 64, 130)
@@ -183,7 +184,7 @@ def test_the_loss_rises_from_where_it_stays_above_that_of_trained_positions(
     rises: tuple[float, ...], position: int | None
 ) -> None:
     stretches = tuple(
-        Stretch(start, start + 10, 2 + rise, 2.0, 0.01, 0.005, 100)
+        PositionSpan(start, start + 10, 2 + rise, 2.0, 0.01, 0.005, 100)
         for start, rise in zip(range(40, 90, 10), rises, strict=True)
     )
     assert Beyond(50, stretches).rises_from == position

@@ -307,8 +307,8 @@ class Source(BaseModel):
     format: Literal["auto"] | Format | None = None
     """Format of the records, instead of data.format."""
     max_seq_len: Positive | None = None
-    """Of data.eval: maximum number of tokens, above data.max_seq_len. Each such length is a data
-    set for itself, which shows the loss beyond the length that the run trains on."""
+    """Maximum number of tokens of a source of data.eval, above data.max_seq_len: it is evaluated
+    for itself, and shows the loss beyond the length that the run trains on."""
 
     @model_validator(mode="before")
     @classmethod

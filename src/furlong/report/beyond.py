@@ -1,21 +1,71 @@
-"""Losses by position beyond the trained length as a picture: from where on they rise."""
+"""The loss beyond the trained length: by position, in words and as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from furlong.report.scene import FAINT, INK, LIMIT, tint
 from furlong.units import format_count
 
-if TYPE_CHECKING:
-    from furlong.train.evaluation import Beyond
-
 _LINE = "#3d7ac6"
+_ERRORS = 3.0
+"""Standard errors by which a loss must lie above another to be called higher."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionSpan:
+    """The labelled tokens at positions [start, stop) of the sequences longer than those that a run
+    trains on, beside the positions that it trains on in the same sequences."""
+
+    start: int
+    stop: int
+    loss: float
+    """Mean over the stretch's tokens."""
+    trained_loss: float
+    """Mean over positions in the second half of the trained length, of those sequences that have
+    tokens in the stretch."""
+    loss_error: float
+    """Standard error of `loss`, as if the tokens were independent."""
+    trained_error: float
+    """Standard error of `trained_loss`."""
+    num_valid_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """How the loss goes on beyond the length that a run trains on."""
+
+    trained_tokens: int
+    """Maximum number of tokens in a sequence to train on."""
+    stretches: tuple[PositionSpan, ...]
+    """Ascending, from position 0 on, without empty ones."""
+
+    @property
+    def outside(self) -> list[PositionSpan]:
+        """The stretches beyond the trained length."""
+        return [each for each in self.stretches if each.start >= self.trained_tokens]
+
+    @property
+    def rises_from(self) -> int | None:
+        """The first position beyond the trained length from which every stretch has a higher loss
+        than the trained positions, and all together by more than chance; None if there is none."""
+        outside = self.outside
+        rests = (outside[number:] for number in range(len(outside)))
+        return next((rest[0].start for rest in rests if _is_above(rest)), None)
+
+
+def beyond_in_words(beyond: Beyond) -> str:
+    """Return what the loss does beyond the trained length, as words that follow "loss"."""
+    last, position = beyond.stretches[-1], beyond.rises_from
+    within = f"beyond the {beyond.trained_tokens:,} tokens that are trained on"
+    losses = f"{last.trained_loss:.3f} within them, {last.loss:.3f} at {last.start:,}"
+    same = "in sequences that reach there"
+    if position is None:
+        return f"does not rise {within}: {losses} {same}"
+    return f"rises {within}, from position {position:,}: {losses} {same}"
 
 
 def save_beyond_picture(curves: Mapping[str, Beyond], path: Path, title: str | None = None) -> None:
@@ -26,6 +76,9 @@ def save_beyond_picture(curves: Mapping[str, Beyond], path: Path, title: str | N
     three are drawn. A dot marks the position from which a curve rises, a vertical line the trained
     length. `curves`: by what they are of, such as "after step 10".
     """
+    from matplotlib.figure import Figure  # late: an evaluation may draw nothing
+    from matplotlib.ticker import FuncFormatter
+
     first, *others = curves
     shown = [first, *others[-3:]]
     figure = Figure(figsize=(9.0, 4.6), facecolor="white")
@@ -57,3 +110,17 @@ def save_beyond_picture(curves: Mapping[str, Beyond], path: Path, title: str | N
     axes.grid(axis="y", color=tint(FAINT, 0.8), linewidth=0.7)
     axes.spines[["left", "right", "top"]].set_visible(False)
     figure.savefig(path, dpi=150)
+
+
+def _is_above(stretches: Sequence[PositionSpan]) -> bool:
+    if any(each.loss <= each.trained_loss for each in stretches):
+        return False
+    total = sum(each.num_valid_tokens for each in stretches)
+    shares = [each.num_valid_tokens / total for each in stretches]
+    rise = sum(
+        share * (each.loss - each.trained_loss)
+        for share, each in zip(shares, stretches, strict=True)
+    )
+    # the trained positions are the same for all, so their error does not average out
+    errors = [share * each.loss_error for share, each in zip(shares, stretches, strict=True)]
+    return rise > _ERRORS * math.hypot(*errors, max(each.trained_error for each in stretches))

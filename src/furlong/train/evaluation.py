@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from furlong.data.dataset import DataSet
 from furlong.data.loader import TrainBatch, Units, sequence_indices
-from furlong.data.tokenize import Sequence as TokenSequence
+from furlong.data.tokenize import Sequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
+from furlong.report.beyond import Beyond, PositionSpan
 from furlong.runtime.rng import modes_kept
 from furlong.train.batches import BatchEngine
 from furlong.train.memory import Fitting, UsedMemory
@@ -32,8 +33,6 @@ _FIRST_POSITIONS = 64
 """Positions below this are one bucket, since they have few tokens."""
 _STRETCHES = 512
 """Most stretches of a quarter of the trained length; the last one takes all later positions."""
-_ERRORS = 3.0
-"""Standard errors by which a loss must lie above another to be called higher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,48 +44,6 @@ class PositionBucket:
     loss: float
     """Mean over the bucket's tokens."""
     num_valid_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """The labelled tokens at positions [start, stop) of the sequences longer than those that a run
-    trains on, beside the positions that it trains on in the same sequences."""
-
-    start: int
-    stop: int
-    loss: float
-    """Mean over the stretch's tokens."""
-    trained_loss: float
-    """Mean over positions in the second half of the trained length, of those sequences that have
-    tokens in the stretch."""
-    loss_error: float
-    """Standard error of `loss`, as if the tokens were independent."""
-    trained_error: float
-    """Standard error of `trained_loss`."""
-    num_valid_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Beyond:
-    """How the loss goes on beyond the length that a run trains on."""
-
-    trained_tokens: int
-    """Maximum number of tokens in a sequence to train on."""
-    stretches: tuple[Stretch, ...]
-    """Ascending, from position 0 on, without empty ones."""
-
-    @property
-    def outside(self) -> list[Stretch]:
-        """The stretches beyond the trained length."""
-        return [each for each in self.stretches if each.start >= self.trained_tokens]
-
-    @property
-    def rises_from(self) -> int | None:
-        """The first position beyond the trained length from which every stretch has a higher loss
-        than the trained positions, and all together by more than chance; None if there is none."""
-        outside = self.outside
-        rests = (outside[number:] for number in range(len(outside)))
-        return next((rest[0].start for rest in rests if _is_above(rest)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,20 +132,6 @@ def evaluate(
     return Evaluation(loss_sum / num_terms, num_valid_tokens, by_position, metrics, beyond)
 
 
-def _is_above(stretches: Sequence[Stretch]) -> bool:
-    if any(each.loss <= each.trained_loss for each in stretches):
-        return False
-    total = sum(each.num_valid_tokens for each in stretches)
-    shares = [each.num_valid_tokens / total for each in stretches]
-    rise = sum(
-        share * (each.loss - each.trained_loss)
-        for share, each in zip(shares, stretches, strict=True)
-    )
-    # the trained positions are the same for all, so their error does not average out
-    errors = [share * each.loss_error for share, each in zip(shares, stretches, strict=True)]
-    return rise > _ERRORS * math.hypot(*errors, max(each.trained_error for each in stretches))
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Context manager: put the model in eval mode, then restore the mode of every module."""
@@ -197,7 +140,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def draw_share(data: DataSet, share: float, seed: int) -> tuple[list[TokenSequence], Units]:
+def draw_share(data: DataSet, share: float, seed: int) -> tuple[list[Sequence], Units]:
     """Return a random share of the sequences, in data order, and the (start, stop) indices of their
     units in the returned list. A unit is a set of sequences drawn together, such as a pair. At
     least one unit is drawn. Equal seeds draw equal shares."""
@@ -252,7 +195,7 @@ def _beyond(table: Tensor, trained_tokens: int) -> Beyond | None:
     for number in torch.nonzero(table[:, 2]).flatten().tolist():
         (loss, error), (trained, of_trained) = map(_mean_and_error, table[number].view(2, 3))
         stretches.append(
-            Stretch(
+            PositionSpan(
                 start=number * width,
                 stop=(number + 1) * width,
                 loss=loss,

@@ -19,9 +19,10 @@ from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError, differing, in_short
 from furlong.files import write_json, write_text
 from furlong.planners.candidates import CHUNKS
+from furlong.report.beyond import Beyond, beyond_in_words, save_beyond_picture
 from furlong.simulate.predict import Prediction, predict_step
 from furlong.timeline import MEASURED, MeasuredStep, Timeline
-from furlong.train.evaluation import HELD_OUT, Beyond, Evaluation
+from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.run_folder import TrainReport
 from furlong.train.start import TRACKERS
 from furlong.units import format_bytes, format_count, format_seconds
@@ -314,8 +315,6 @@ class Records(Callback):
     def on_evaluate(self, trainer: Any, evaluations: Mapping[str, Evaluation]) -> None:
         for name, evaluation in evaluations.items():
             if evaluation.beyond is not None and trainer.processes.is_first:
-                from furlong.report.beyond import save_beyond_picture
-
                 curves = self._beyond.setdefault(name, {})
                 curves[f"after step {trainer.progress.step}"] = evaluation.beyond
                 file = trainer.run.path / f"beyond-{name.split()[-1]}.png"
@@ -340,17 +339,6 @@ class Records(Callback):
                 measured = MeasuredStep(step, plan, Timeline.from_json(records))
                 write_json(trainer.run.path / MEASURED, measured.to_json())
         self._profiled()
-
-
-def beyond_in_words(beyond: Beyond) -> str:
-    """Return what the loss does beyond the trained length, as words that follow "loss"."""
-    last, position = beyond.stretches[-1], beyond.rises_from
-    within = f"beyond the {beyond.trained_tokens:,} tokens that are trained on"
-    losses = f"{last.trained_loss:.3f} within them, {last.loss:.3f} at {last.start:,}"
-    same = "in sequences that reach there"
-    if position is None:
-        return f"does not rise {within}: {losses} {same}"
-    return f"rises {within}, from position {position:,}: {losses} {same}"
 
 
 def _continue(file: Path, keep_bytes: int, done: int) -> str:
