@@ -141,7 +141,7 @@ def test_what_the_check_depends_on_is_checked_again(
 
 
 def test_a_config_that_became_inexact_is_refused() -> None:
-    model = build_other("doge", is_moe=True)
+    model = build_other("jetmoe")
     engine = furlong.Engine(model)
     model.config.output_router_logits = True
     with pytest.raises(UnsupportedModelError, match="router loss"):

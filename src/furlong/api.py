@@ -304,10 +304,10 @@ class Engine:
 
         def read() -> tuple[tuple[ChunkPlan, Batch], Facts, int]:
             plan, sequences = make()
-            if plan.trained:
-                refuse_float16(session.scan.parameters, session.compute_dtype)
             extras = _extras(token_loss)
             batch = batch_for(session, plan, sequences, extras=extras, weights=weights)
+            if plan.trained:
+                refuse_float16(session.scan.parameters, session.compute_dtype)
             facts = facts_of_run(session, plan, batch, num_valid_tokens)
             return (plan, batch), facts, session.lacks(plan.stages)
 
