@@ -445,6 +445,7 @@ ELSEWHERE = {
     "train/memory.py: set chunks.size": _DURING,
     "train/objective.py: , raise train.max_loss": _DURING,
     "train/objective.py: look at these": _DURING,
+    "train/objective.py: set model.config": _DURING,
     "train/run_folder.py: the config of": "no change: what is required",
     "train/run_model.py: leave chunks.method": "a model that is counted by no description",
     "train/run_model.py: leave the longer": f"{_NEEDS}a checkpoint",
