@@ -164,7 +164,7 @@ def test_loss_beyond_the_trained_length_is_beside_that_of_the_same_sequences() -
         assert (stretch.loss, stretch.trained_loss, stretch.loss_error) == (
             pytest.approx(np.mean(inside), rel=1e-12),
             pytest.approx(np.mean(trained), rel=1e-12),
-            pytest.approx(np.std(inside) / len(inside) ** 0.5, rel=1e-6),
+            pytest.approx(np.std(inside, ddof=1) / len(inside) ** 0.5, rel=1e-6),
         )
     assert [each.start for each in given.beyond.outside] == list(range(100, 300, 25))
     shorter = evaluate(BatchEngine(Engine(model)), batches, options, trained_tokens=300)
@@ -177,6 +177,7 @@ def test_loss_beyond_the_trained_length_is_beside_that_of_the_same_sequences() -
         ((0.0, 0.0, 0.01, -0.01, 0.01), None),  # by chance alone
         ((0.0, 0.3, 0.3, 0.3, -0.1), None),  # not to the end
         ((0.0, -0.01, 0.02, 0.4, 0.9), 60),
+        ((0.0, 0.3, 0.3, 0.3, -0.01), 50),  # the last by chance
         ((0.5, 0.05, 0.05, 0.05, 0.05), 50),  # what lies within the trained length is not asked
     ],
 )

@@ -1075,6 +1075,12 @@ def _misfits(run: RunConfig) -> Iterator[tuple[bool, str, str, str]]:
         "raise the max_seq_len of the source, or remove it",
     )
     yield (
+        data.longest_tokens > data.max_seq_len and train.is_of_pairs,
+        "data.eval and train.loss",
+        "no max_seq_len of a source: losses of pairs have no positions",
+        "remove max_seq_len of the source",
+    )
+    yield (
         data.streaming and any({"[", "+"} & {*(source.split or "")} for source in data.train),
         "data.train and data.streaming",
         "one whole split of each source, or the first records of it",

@@ -49,14 +49,16 @@ class _Grown:
     """A tensor of a file by rows of tokens, as safetensors' slices are, with rows of new ones."""
 
     def __init__(self, known: Any, rows: range) -> None:
+        # an empty model has tensors in the place of slices
+        shape = known.shape if isinstance(known, Tensor) else known.get_shape()
         self.known, self.rows = known, rows
+        self.num_known, self.sizes = shape[0], [*shape[1:]]
 
     def get_dtype(self) -> str:
         return str(self.known.get_dtype())
 
     def get_shape(self) -> list[int]:
-        num_known, *sizes = self.known.get_shape()
-        return [max(num_known, self.rows.stop), *sizes]
+        return [max(self.num_known, self.rows.stop), *self.sizes]
 
     @cached_property
     def mean(self) -> Tensor:
@@ -69,9 +71,9 @@ class _Grown:
 
     def __getitem__(self, index: Any) -> Tensor:
         own, *others = index if isinstance(index, tuple) else (index,)
-        num_known, (num_rows, *sizes) = self.known.get_shape()[0], self.get_shape()
+        num_rows, *sizes = self.get_shape()
         asked = range(num_rows)[slice(None) if own is ... else own]
-        stop = min(asked.stop, num_known)
+        stop = min(asked.stop, self.num_known)
         found: Tensor = self.known[min(asked.start, stop) : stop]
         new = range(max(asked.start, self.rows.start), min(asked.stop, self.rows.stop))
         if new:
@@ -113,6 +115,8 @@ def token_indices(model: Any, rows: range, saved: Collection[str]) -> dict[str, 
     ends = [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
     whole = tuple(f".{name}" for name in saved)
     apart = [end for end in ends if not f".{names[end]}".endswith(whole)]
+    if len(ends) == 1 and head is not None and f".{names[head]}".endswith(whole):
+        apart = []  # tied: naming one trains both whole
     if apart and getattr(head, "bias", None) is not None:
         raise UnsupportedModelError(
             given="new tokens under adapters for a head with a bias",
@@ -127,7 +131,8 @@ def token_indices(model: Any, rows: range, saved: Collection[str]) -> dict[str, 
 def require_one_place(saved: Collection[str], *, divides: bool, layers: range | None) -> None:
     """Raise ConfigError for new rows beside adapters in a model that is divided, for peft reads the
     rows of a weight past the hooks that gather it; and in a stage, whose head may be elsewhere."""
-    if saved or not (divides or layers is not None):
+    leaves = {name.rpartition(".")[2] for name in saved}
+    if {"embed_tokens", "lm_head"} <= leaves or not (divides or layers is not None):
         return
     raise ConfigError(
         given="new tokens beside adapters of a model whose weights are divided or in stages",

@@ -50,8 +50,8 @@ class Beyond:
 
     @property
     def rises_from(self) -> int | None:
-        """The first position beyond the trained length from which every stretch has a higher loss
-        than the trained positions, and all together by more than chance; None if there is none."""
+        """The first position beyond the trained length from which on the loss is higher than at
+        the trained positions, by more than chance (see `_is_above`); None if there is none."""
         outside = self.outside
         rests = (outside[number:] for number in range(len(outside)))
         return next((rest[0].start for rest in rests if _is_above(rest)), None)
@@ -113,7 +113,11 @@ def save_beyond_picture(curves: Mapping[str, Beyond], path: Path, title: str | N
 
 
 def _is_above(stretches: Sequence[PositionSpan]) -> bool:
-    if any(each.loss <= each.trained_loss for each in stretches):
+    """Return whether the first stretch has a higher loss than the trained positions, and all
+    together by more than chance, and none a lower one by more than chance."""
+    if stretches[0].loss <= stretches[0].trained_loss or any(
+        each.loss + _ERRORS * each.loss_error < each.trained_loss for each in stretches
+    ):
         return False
     total = sum(each.num_valid_tokens for each in stretches)
     shares = [each.num_valid_tokens / total for each in stretches]

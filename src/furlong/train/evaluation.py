@@ -31,6 +31,8 @@ HELD_OUT, TRAINING = "held-out", "training"
 """Names of the evaluated data: `data.eval`, and a share of the training sequences."""
 _FIRST_POSITIONS = 64
 """Positions below this are one bucket, since they have few tokens."""
+_FEWEST_TOKENS = 16
+"""Fewest labelled tokens of a stretch that is shown; fewer have no mean to speak of."""
 _STRETCHES = 512
 """Most stretches of a quarter of the trained length; the last one takes all later positions."""
 
@@ -192,7 +194,8 @@ def _moments(values: Tensor) -> Tensor:
 
 def _beyond(table: Tensor, trained_tokens: int) -> Beyond | None:
     width, stretches = _width(trained_tokens), []
-    for number in torch.nonzero(table[:, 2]).flatten().tolist():
+    fewest = min(_FEWEST_TOKENS, width)
+    for number in torch.nonzero(table[:, 2] >= fewest).flatten().tolist():
         (loss, error), (trained, of_trained) = map(_mean_and_error, table[number].view(2, 3))
         stretches.append(
             PositionSpan(
@@ -214,7 +217,7 @@ def _mean_and_error(moments: Tensor) -> tuple[float, float]:
     squares and count."""
     total, squares, count = moments.tolist()
     mean = total / count
-    return mean, math.sqrt(max(0.0, squares / count - mean * mean) / count)
+    return mean, math.sqrt(max(0.0, squares / count - mean * mean) / max(1.0, count - 1))
 
 
 def _buckets(sums: Tensor, counts: Tensor) -> tuple[PositionBucket, ...]:

@@ -32,7 +32,7 @@ from furlong.data.tokenize import NoTokenizer, tokenizer_of
 from furlong.errors import ConfigError, difference_words, differing
 from furlong.kv.disk import NamelessFile
 from furlong.kv.pools import Storage
-from furlong.models.asked import positions_of
+from furlong.models.asked import positions_of, rope_entries
 from furlong.models.build import apply_changes, check_decoder, read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
@@ -421,7 +421,10 @@ def check_beyond(data: DataConfig, config: Any) -> None:
     if chooses:
         required = f"at most data.max_seq_len = {data.max_seq_len:,}: by its longest sequence a run"
         required += " of this model chooses the factors of RoPE (longrope), for training too"
-    elif positions_of(config) == "rotary":
+    elif positions_of(config) == "rotary" and not any(
+        entry.get("factor")  # which scales by the number of positions
+        for entry in rope_entries(config.get_text_config())
+    ):
         change = f"set model.config: {{max_position_embeddings: {longest}}} to see the model beyond"
         change += " its positions, or lower max_seq_len of the source"
     raise ConfigError(
