@@ -59,6 +59,12 @@ def test_rows_are_the_mean_and_their_gradients_exact(
         _check_rows(source, lora, is_tied="untied" not in case)
 
 
+def test_a_tied_head_that_is_trained_whole_is_the_embedding_too(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "qwen3", tie_word_embeddings=True)
+    with Float64():
+        _check_rows(source, LORA | {"modules_to_save": ["lm_head"]}, is_tied=True)
+
+
 def _check_rows(source: str, lora: dict[str, Any] | None, *, is_tied: bool) -> None:
     known = build_model(source, dtype=torch.float64).get_input_embeddings().weight.detach()
     model = build_model(source, dtype=torch.float64, lora=lora, new_rows=NEW)
@@ -136,5 +142,5 @@ def test_what_has_no_new_rows(tmp_path: Path) -> None:
         read_config(str(tmp_path / "gemma4"), new_rows=NEW)
     for divides, layers in ((True, None), (False, range(1))):
         with pytest.raises(ConfigError, match="adapters"):
-            require_one_place((), divides=divides, layers=layers)
-        require_one_place(("embed_tokens",), divides=divides, layers=layers)
+            require_one_place(("norm", "lm_head"), divides=divides, layers=layers)
+        require_one_place(("model.embed_tokens", "lm_head"), divides=divides, layers=layers)

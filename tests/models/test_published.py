@@ -108,6 +108,19 @@ def test_values_are_those_of_transformers(tmp_path: Path) -> None:
                 assert torch.equal(weight, whole.get_parameter(name.replace(".base_layer", "")))
 
 
+def test_new_rows_join_the_floats(tmp_path: Path) -> None:
+    """Also in a model without values, as an export is made of."""
+    folder = published(tmp_path, "blocks")
+    sources = [str(folder / name) for name in ("packed", "floats")]
+    num_rows = build_model(sources[1]).get_input_embeddings().weight.shape[0]
+    new = range(num_rows, num_rows + 2)
+    first, other = (build_model(source, new_rows=new).state_dict() for source in sources)
+    assert all(torch.equal(first[name], other[name]) for name in other)
+    empty = build_model(sources[0], new_rows=new, is_empty=True)
+    export_model(empty, None, tmp_path / "export", dtype=torch.bfloat16, weights=first)
+    assert tensors(tmp_path / "export")["model.embed_tokens.weight"].shape[0] == new.stop
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=IDS[None]).logits
