@@ -245,6 +245,8 @@ class BatchEngine:
     def expect(self, batch: TrainBatch, options: ChunkOptions) -> None:
         """Start to plan a batch in the background, before `compute` trains on the batch."""
         if self._plans is not None and batch.num_valid_tokens:
+            if self.engine.adds_router_loss:  # see `compute`
+                self._plans.expect(Wanted.of(batch, options, backward=False))
             self._plans.expect(Wanted.of(batch, options))
 
     def compute(
