@@ -110,7 +110,7 @@ def test_collectives_of_a_step_wait_for_its_slowest_replica(monkeypatch):
     planner = BatchPlanner(Layout(2), squares, 3, seconds=lambda plan: 60.0 * sum(plan.seq_lens))
     own = SimpleNamespace(
         ranks=None, model=SimpleNamespace(device="cpu"), reads=lambda _: [],
-        run_made=lambda make, *_, **__: make(),
+        run_made=lambda make, *_, **__: make(), adds_router_loss=False,
     )  # fmt: skip
     engine = BatchEngine(own)
     engine._plans = SimpleNamespace(get=planner.plan, expect=lambda _: None, drop=lambda _: None)
@@ -122,7 +122,9 @@ def test_collectives_of_a_step_wait_for_its_slowest_replica(monkeypatch):
 
 def test_a_call_that_fails_before_it_took_its_plan_can_be_made_again():
     """Else the other processes would plan anew, and wait for this one."""
-    own = SimpleNamespace(ranks=None, run_made=lambda *_, **__: next(iter(())))
+    own = SimpleNamespace(
+        ranks=None, run_made=lambda *_, **__: next(iter(())), adds_router_loss=False
+    )
     engine = BatchEngine(own)
     batch = SimpleNamespace(seq_lens=(5, 7), num_valid_tokens=1)
     with closing(shared()) as plans:
