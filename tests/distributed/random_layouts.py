@@ -54,7 +54,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "LoRA": {"lora": True},
     "LoRA, tied": {"lora": True, "settings": {"tie_word_embeddings": True}},
     "frozen": {"frozen_layers": 1},
-    "LFM2": {"family": "lfm2", "settings": {"layer_types": ["conv", "full_attention", "conv"]}},
+    "LFM2": {"family": "lfm2"},
 }
 
 LAYOUTS: Sequence[Sizes] = (
@@ -103,7 +103,7 @@ def _drawn(number: int, sizes: Sizes, decks: Mapping[str, Deck[Any]], draw: Rand
     batch = decks["batch"].take(
         lambda name: BATCHES[name](dp, sp) and (name != "no work" or planner not in _NEVER_IDLE)
     )
-    model = decks["model"].take(lambda name: name != "LFM2" or sp == pp == 1)
+    model = decks["model"].take()
     heights = (3,) if pp == 1 else tuple(draw.randint(1, 2) for _ in range(pp))
     if model == "Gemma 3" and pp > 1:
         heights = (heights[0] + 1, *heights[1:])
@@ -130,6 +130,9 @@ def _settings(model: str, num_layers: int) -> dict[str, Any]:
     if model == "Gemma 3":
         kinds = ("sliding", "sliding", "full") * num_layers
         settings["layer_types"] = [f"{kind}_attention" for kind in kinds[:num_layers]]
+    if model == "LFM2":
+        kinds = ("conv", "full_attention", "conv") * num_layers
+        settings["layer_types"] = list(kinds[:num_layers])
     return settings
 
 
