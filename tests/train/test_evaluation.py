@@ -151,17 +151,17 @@ def test_loss_beyond_the_trained_length_is_beside_that_of_the_same_sequences() -
         true_losses(model, [TrainBatch((sequence,), LoaderState(0, 1))])
         for batch in batches for sequence in batch.sequences if len(sequence.labels) > 100
     ]  # fmt: skip
-    for stretch in given.beyond.stretches:
+    for span in given.beyond.spans:
         reaching = [
-            (dict(zip(*each, strict=True)), stretch.start // 25) for each in longer
+            (dict(zip(*each, strict=True)), span.start // 25) for each in longer
         ]  # position -> loss
         inside, trained = [], []
         for by_position, number in reaching:
             own = [loss for at, loss in by_position.items() if at // 25 == number]
             inside += own
             trained += [loss for at, loss in by_position.items() if 50 <= at < 100 and own]
-        assert stretch.num_valid_tokens == len(inside)
-        assert (stretch.loss, stretch.trained_loss, stretch.loss_error) == (
+        assert span.num_valid_tokens == len(inside)
+        assert (span.loss, span.trained_loss, span.loss_error) == (
             pytest.approx(np.mean(inside), rel=1e-12),
             pytest.approx(np.mean(trained), rel=1e-12),
             pytest.approx(np.std(inside, ddof=1) / len(inside) ** 0.5, rel=1e-6),
@@ -184,8 +184,8 @@ def test_loss_beyond_the_trained_length_is_beside_that_of_the_same_sequences() -
 def test_the_loss_rises_from_where_it_stays_above_that_of_trained_positions(
     rises: tuple[float, ...], position: int | None
 ) -> None:
-    stretches = tuple(
+    spans = tuple(
         PositionSpan(start, start + 10, 2 + rise, 2.0, 0.01, 0.005, 100)
         for start, rise in zip(range(40, 90, 10), rises, strict=True)
     )
-    assert Beyond(50, stretches).rises_from == position
+    assert Beyond(50, spans).rises_from == position

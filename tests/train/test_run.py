@@ -67,7 +67,7 @@ def test_sequences_longer_than_those_of_training_are_evaluated_for_themselves(
     assert [record["step"] for record in evaluated] == [0, 3]
     beyond = evaluated[1]["eval_64_beyond"]
     assert beyond["trained_tokens"] == 32
-    assert [each["start"] for each in beyond["stretches"]] == list(range(0, 64, 8))
+    assert [each["start"] for each in beyond["spans"]] == list(range(0, 64, 8))
     assert "eval_beyond" not in evaluated[1] and (run / "beyond-64.png").stat().st_size > 1000
     report = read_json(run / "report.json")
     assert report["eval_loss_after"] == evaluated[1]["eval_loss"] != evaluated[1]["eval_64_loss"]

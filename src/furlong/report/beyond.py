@@ -23,10 +23,10 @@ class PositionSpan:
     start: int
     stop: int
     loss: float
-    """Mean over the stretch's tokens."""
+    """Mean over the span's tokens."""
     trained_loss: float
     """Mean over positions in the second half of the trained length, of those sequences that have
-    tokens in the stretch."""
+    tokens in the span."""
     loss_error: float
     """Standard error of `loss`, as if the tokens were independent."""
     trained_error: float
@@ -40,13 +40,13 @@ class Beyond:
 
     trained_tokens: int
     """Maximum number of tokens in a sequence to train on."""
-    stretches: tuple[PositionSpan, ...]
+    spans: tuple[PositionSpan, ...]
     """Ascending, from position 0 on, without empty ones."""
 
     @property
     def outside(self) -> list[PositionSpan]:
-        """The stretches beyond the trained length."""
-        return [each for each in self.stretches if each.start >= self.trained_tokens]
+        """The spans beyond the trained length."""
+        return [each for each in self.spans if each.start >= self.trained_tokens]
 
     @property
     def rises_from(self) -> int | None:
@@ -59,7 +59,7 @@ class Beyond:
 
 def beyond_in_words(beyond: Beyond) -> str:
     """Return what the loss does beyond the trained length, as words that follow "loss"."""
-    last, position = beyond.stretches[-1], beyond.rises_from
+    last, position = beyond.spans[-1], beyond.rises_from
     within = f"beyond the {beyond.trained_tokens:,} tokens that are trained on"
     losses = f"{last.trained_loss:.3f} within them, {last.loss:.3f} at {last.start:,}"
     same = "in sequences that reach there"
@@ -68,7 +68,7 @@ def beyond_in_words(beyond: Beyond) -> str:
     return f"rises {within}, from position {position:,}: {losses} {same}"
 
 
-def save_beyond_picture(curves: Mapping[str, Beyond], path: Path, title: str | None = None) -> None:
+def save_beyond_picture(curves: Mapping[str, Beyond], path: Path) -> None:
     """Write a .png or .svg with the loss by position of some evaluations, less the loss of trained
     positions in the same sequences.
 
@@ -87,10 +87,10 @@ def save_beyond_picture(curves: Mapping[str, Beyond], path: Path, title: str | N
     for number, name in enumerate(shown):
         beyond, is_last = curves[name], name == shown[-1]
         colour = _LINE if is_last else tint(FAINT, 0.6 * (1 - number / len(shown)))
-        middles = [(each.start + each.stop) / 2 for each in beyond.stretches]
-        rises = [each.loss - each.trained_loss for each in beyond.stretches]
+        middles = [(each.start + each.stop) / 2 for each in beyond.spans]
+        rises = [each.loss - each.trained_loss for each in beyond.spans]
         axes.plot(middles, rises, color=colour, linewidth=2 if is_last else 1.2, label=name)
-        for middle, rise, each in zip(middles, rises, beyond.stretches, strict=True):
+        for middle, rise, each in zip(middles, rises, beyond.spans, strict=True):
             if each.start == beyond.rises_from:
                 axes.plot(middle, rise, "o", color=colour, markersize=6)
     trained = curves[shown[-1]].trained_tokens
@@ -99,8 +99,8 @@ def save_beyond_picture(curves: Mapping[str, Beyond], path: Path, title: str | N
     axes.annotate(f"trained on: {trained:,} tokens", (trained, 1), (4, -10), fontsize=8,
                   color=LIMIT, xycoords=("data", "axes fraction"),
                   textcoords="offset points")  # fmt: skip
-    axes.set_title(title or "Loss by position, of sequences longer than those trained on; dot: it"
-                   " rises from here", loc="left", fontsize=11, color=INK)  # fmt: skip
+    axes.set_title("Loss by position, of sequences longer than those trained on; dot: it rises from"
+                   " here", loc="left", fontsize=11, color=INK)  # fmt: skip
     axes.set_xlabel("position in the sequence, tokens", fontsize=9, color=FAINT, labelpad=6)
     axes.set_ylabel("loss above that of trained positions", fontsize=9, color=FAINT, labelpad=6)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_count(x)))
@@ -112,19 +112,18 @@ def save_beyond_picture(curves: Mapping[str, Beyond], path: Path, title: str | N
     figure.savefig(path, dpi=150)
 
 
-def _is_above(stretches: Sequence[PositionSpan]) -> bool:
-    """Return whether the first stretch has a higher loss than the trained positions, and all
+def _is_above(spans: Sequence[PositionSpan]) -> bool:
+    """Return whether the first span has a higher loss than the trained positions, and all
     together by more than chance, and none a lower one by more than chance."""
-    if stretches[0].loss <= stretches[0].trained_loss or any(
-        each.loss + _ERRORS * each.loss_error < each.trained_loss for each in stretches
+    if spans[0].loss <= spans[0].trained_loss or any(
+        each.loss + _ERRORS * each.loss_error < each.trained_loss for each in spans
     ):
         return False
-    total = sum(each.num_valid_tokens for each in stretches)
-    shares = [each.num_valid_tokens / total for each in stretches]
+    total = sum(each.num_valid_tokens for each in spans)
+    shares = [each.num_valid_tokens / total for each in spans]
     rise = sum(
-        share * (each.loss - each.trained_loss)
-        for share, each in zip(shares, stretches, strict=True)
+        share * (each.loss - each.trained_loss) for share, each in zip(shares, spans, strict=True)
     )
     # the trained positions are the same for all, so their error does not average out
-    errors = [share * each.loss_error for share, each in zip(shares, stretches, strict=True)]
-    return rise > _ERRORS * math.hypot(*errors, max(each.trained_error for each in stretches))
+    errors = [share * each.loss_error for share, each in zip(shares, spans, strict=True)]
+    return rise > _ERRORS * math.hypot(*errors, max(each.trained_error for each in spans))

@@ -32,9 +32,9 @@ HELD_OUT, TRAINING = "held-out", "training"
 _FIRST_POSITIONS = 64
 """Positions below this are one bucket, since they have few tokens."""
 _FEWEST_TOKENS = 16
-"""Fewest labelled tokens of a stretch that is shown; fewer have no mean to speak of."""
-_STRETCHES = 512
-"""Most stretches of a quarter of the trained length; the last one takes all later positions."""
+"""Fewest labelled tokens of a span that is shown; fewer have no mean to speak of."""
+_SPANS = 512
+"""Most spans of a quarter of the trained length; the last one takes all later positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def evaluate(
     num_by_name: Counter[str] = Counter()
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.int64)
-    table = torch.zeros(0 if trained_tokens is None else _STRETCHES, 6, dtype=torch.float64)
+    table = torch.zeros(0 if trained_tokens is None else _SPANS, 6, dtype=torch.float64)
     with evaluating(engine.model):
         for batch in batches:
             if should_stop():
@@ -124,7 +124,7 @@ def evaluate(
                 losses = result.token_losses[number]
                 _add_by_position(losses, labels, sums, counts)
                 if trained_tokens is not None:
-                    _add_stretches(losses, labels, trained_tokens, table)
+                    _add_spans(losses, labels, trained_tokens, table)
     local = torch.cat([sums, counts.double(), table.flatten()])
     figures = torch.tensor(engine.processes.sums(local.tolist()), dtype=torch.float64)
     sums, counts = figures[:128].view(2, -1)
@@ -167,14 +167,14 @@ def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tenso
 
 
 def _width(trained_tokens: int) -> int:
-    """Return the number of positions in a stretch: a quarter of the trained length."""
+    """Return the number of positions in a span: a quarter of the trained length."""
     return max(1, trained_tokens // 4)
 
 
-def _add_stretches(losses: Tensor, labels: Tensor, trained_tokens: int, table: Tensor) -> None:
-    """Add a sequence to the sums of all stretches that it reaches. `losses`, `labels`: as in
-    `_add_by_position`. `table`: (stretches, 6), the columns sum, sum of squares and count of the
-    stretch's losses, then the same of the trained positions of the sequences that reach it."""
+def _add_spans(losses: Tensor, labels: Tensor, trained_tokens: int, table: Tensor) -> None:
+    """Add a sequence to the sums of all spans that it reaches. `losses`, `labels`: as in
+    `_add_by_position`. `table`: (spans, 6), the columns sum, sum of squares and count of the
+    span's losses, then the same of the trained positions of the sequences that reach it."""
     if len(labels) <= trained_tokens:
         return
     positions = torch.nonzero(labels[1:] != IGNORE_INDEX).flatten() + 1
@@ -193,11 +193,11 @@ def _moments(values: Tensor) -> Tensor:
 
 
 def _beyond(table: Tensor, trained_tokens: int) -> Beyond | None:
-    width, stretches = _width(trained_tokens), []
+    width, spans = _width(trained_tokens), []
     fewest = min(_FEWEST_TOKENS, width)
     for number in torch.nonzero(table[:, 2] >= fewest).flatten().tolist():
         (loss, error), (trained, of_trained) = map(_mean_and_error, table[number].view(2, 3))
-        stretches.append(
+        spans.append(
             PositionSpan(
                 start=number * width,
                 stop=(number + 1) * width,
@@ -208,7 +208,7 @@ def _beyond(table: Tensor, trained_tokens: int) -> Beyond | None:
                 num_valid_tokens=int(table[number, 2]),
             )
         )
-    beyond = Beyond(trained_tokens, tuple(stretches))
+    beyond = Beyond(trained_tokens, tuple(spans))
     return beyond if beyond.outside else None
 
 
