@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -292,15 +293,21 @@ def test_states_of_recurrent_layers_are_relayed_behind_a_door(family: str) -> No
         assert worst_relative_error(take_grads(model), truth) <= 2e-6
 
 
-def on_replica(rank: int) -> tuple[dict[str, Tensor], int]:
-    """Gradients of two batches of this process's own, and the rows of the longest call."""
+def on_replica(rank: int, *, unused: bool) -> tuple[dict[str, Tensor], int]:
+    """Gradients of two batches of this process, and the rows of the longest call.
+    `unused`: whether it has parameters, too, that no call reaches."""
     model: Any = furlong.chunked(build("llama"), OPTIONS[0])
     rows: list[int] = []
     model.model.layers[0].register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[1]))
-    replica = DistributedDataParallel(model)
+    if unused:
+        model.model.beside = torch.nn.Linear(2, 2, dtype=torch.float64)
+    replica = DistributedDataParallel(model, find_unused_parameters=unused)
     for number, ids in enumerate(batches_of(rank)):
         with nullcontext() if number else replica.no_sync():
             replica(input_ids=ids, use_cache=False).logits.pow(2).sum().backward()
+        with torch.no_grad():  # one process evaluates more batches than the other
+            for _ in range(rank * (1 + number)):
+                model(input_ids=ids, use_cache=False)
     return take_grads(model), max(rows)
 
 
@@ -310,11 +317,14 @@ def batches_of(rank: int) -> list[Tensor]:
 
 
 @pytest.mark.slow
-def test_replicas_of_ddp_add_up() -> None:
+@pytest.mark.parametrize("unused", [False, True])
+def test_replicas_of_ddp_add_up(unused: bool) -> None:
     model = build("llama")
     for ids in (ids for rank in range(2) for ids in batches_of(rank)):
         (model(input_ids=ids).logits.pow(2).sum() / 2).backward()
     truth = take_grads(model)
-    for grads, rows in run_ranks(on_replica, num_ranks=2):
+    for grads, rows in run_ranks(partial(on_replica, unused=unused), num_ranks=2):
+        beside = [grads.pop(name) for name in [*grads] if "beside" in name]
+        assert not any(grad.any() for grad in beside)
         assert worst_relative_error(grads, truth) <= BOUND
         assert rows <= 16  # in the check at the start; chunks have 8
