@@ -1,4 +1,4 @@
-"""TRL's trainers on two processes of torchrun behind the door, beside themselves on the same two."""
+"""TRL's trainers on two processes of torchrun behind the door, beside themselves alone."""
 
 from __future__ import annotations
 
