@@ -270,7 +270,9 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "little memory": {"memory.device": "150KiB"},
         "little disk": {"memory.device": "1MiB", "offload": "disk", "memory.disk": "1KiB"},
         "rope": {"data.max_seq_len": 4096},
-        "beyond the positions": {"data.eval": [{"path": "texts.jsonl", "max_seq_len": 4096}]},
+        "beyond a table": {
+            "model.name": "gpt2", "data.eval": [{"path": "texts.jsonl", "max_seq_len": 4096}],
+        },
         "short rope": {
             "data.max_seq_len": 4096, "model.rope": {"rope_type": "yarn", "factor": 2},
         },

@@ -96,7 +96,8 @@ class Engine:
         The check is repeated when the model's modules, config, dtype or device change.
 
         Args:
-            max_seq_len: The run's longest sequence in tokens; required by longrope RoPE only.
+            max_seq_len: The run's longest sequence in tokens; required by longrope RoPE only. With
+                `backward=False` it may exceed the positions of a model with RoPE.
             compute_dtype: The dtype that float32 weights compute in; None: each weight's dtype.
             storage: Limits and folder for CPU memory and disk. A later engine of the same model may
                 change it; None keeps it.

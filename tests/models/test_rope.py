@@ -22,9 +22,9 @@ from transformers import (
 )
 
 import furlong
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, DataError
 from furlong.models.build import build_model, export_model
-from furlong.models.rope import apply_rope, check_length, num_positions
+from furlong.models.rope import apply_rope, check_length, goes_beyond, num_positions
 from furlong.testing import reference_loss, take_grads, worst_relative_error
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -72,6 +72,31 @@ def test_gradients_beyond_the_models_positions_are_exact(tmp_path: Path, name: s
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.config.max_position_embeddings == 4 * SHORT
     assert reference_loss(loaded, sequences, backward=False) == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("rope", [None, CHANGES["yarn"], LLAMA3], ids=["own", "yarn", "llama3"])
+def test_a_loss_without_gradients_goes_beyond_the_positions(
+    tmp_path: Path, rope: dict[str, Any] | None
+) -> None:
+    llama().save_pretrained(tmp_path)
+    model = build_model(str(tmp_path), init="random", dtype=torch.float64, rope=rope)
+    config, sequences = model.config.to_dict(), batch([9 * SHORT, 40])
+    truth = reference_loss(model, sequences, backward=False)
+    options = furlong.ChunkOptions(size=20)
+    engine = furlong.Engine(model, max_seq_len=9 * SHORT)
+    given = engine.forward_backward(sequences, options, backward=False)
+    assert given.loss == pytest.approx(truth, rel=1e-12)
+    assert model.config.to_dict() == config
+    with pytest.raises(DataError, match=f"at most {num_positions(model.config)}"):
+        engine.forward_backward(sequences, options)
+
+
+def test_positions_of_another_kind_end_where_the_config_says() -> None:
+    dynamic, longrope = llama(), llama()
+    dynamic.rope_parameters = {"rope_type": "dynamic", "rope_theta": 2e4, "factor": 2.0}
+    apply_rope(longrope, LONGROPE, max_seq_len=SHORT)
+    table = GPT2Config(n_positions=SHORT, n_embd=32, n_head=4, n_layer=2)
+    assert not any(map(goes_beyond, (dynamic, longrope, table)))
 
 
 def test_what_is_not_given_stays_the_models() -> None:

@@ -17,6 +17,7 @@ from furlong.errors import ConfigError, LinkError
 from furlong.ops.backends.select import is_out_of_memory
 from furlong.planners.options import ChunkOptions
 from furlong.train.memory import Fitting, OverBudgetError, UsedMemory
+from furlong.train.objective import Objective
 
 FLAGS = (
     *("--train.epochs=1", "--train.save_every_steps=2", "--train.eval_every_steps=0"),
@@ -71,6 +72,26 @@ def test_a_step_that_does_not_fit_is_repeated_in_smaller_chunks(
     assert json.loads((run / "options.json").read_text())["size"] == 64
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["chunk_size"] for record in steps if "loss" in record][-1] == 64
+
+
+def test_chunks_that_an_evaluation_shrinks_are_its_alone(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    run, flags = tmp_path / "run", ("--train.eval_every_steps=1", "--chunks.size=128")
+    held_out = f"--data.eval={tiny_run.folder / 'texts'}"
+    original = Objective.compute
+
+    def compute(own: Objective, engine: Any, batch: Any, options: Any, **named: Any) -> Any:
+        if not named.get("backward", True) and options.size == 128:
+            raise torch.OutOfMemoryError("none")
+        return original(own, engine, batch, options, **named)
+
+    monkeypatch.setattr(Objective, "compute", compute)
+    assert main(tiny_run.arguments(run, *FLAGS, *flags, held_out)) == 0
+    assert capsys.readouterr().out.count("an evaluation did not fit (none): ") == 1
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {record["chunk_size"] for record in steps if "loss" in record} == {128}
+    assert json.loads((run / "options.json").read_text())["size"] == 128
 
 
 def test_a_resumed_run_keeps_the_smaller_chunks(

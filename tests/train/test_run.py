@@ -61,7 +61,9 @@ def test_sequences_longer_than_those_of_training_are_evaluated_for_themselves(
     longer = f"--data.eval=[{{path: {texts}, max_seq_len: 64}}]"
     assert main(tiny_run.arguments(run, *flags, longer, "--train.early_stopping=2")) == 2
     both = f"--data.eval=[{texts}, {{path: {texts}, max_seq_len: 64}}]"
-    assert main(tiny_run.arguments(run, *flags, both)) == 0
+    positions = "--model.config={max_position_embeddings: 32}"
+    assert main(tiny_run.arguments(run, *flags, both, positions)) == 0
+    assert read_json(run / "model" / "config.json")["max_position_embeddings"] == 32
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [record for record in records if "eval_64_loss" in record]
     assert [record["step"] for record in evaluated] == [0, 3]

@@ -69,7 +69,7 @@ from furlong.models.placeholders import (
     returned,
     uncuttable,
 )
-from furlong.models.rope import num_positions
+from furlong.models.rope import goes_beyond, num_positions
 from furlong.models.routers import ROUTER_LOGITS, Router, RouterRule, routers_of, rule_of
 from furlong.models.support import (
     COMPILED_CALL,
@@ -275,6 +275,9 @@ class HFDecoder:
         self.max_seq_len = max_seq_len
         bounds = (n for n in (max_seq_len, num_positions(self.config, max_seq_len or 0)) if n)
         self.longest_tokens = min(bounds, default=None)  # most tokens of a sequence; None: no limit
+        self.longest_evaluated = self.longest_tokens  # the same, of a call without gradients
+        if max_seq_len != self.longest_tokens and goes_beyond(self.config):
+            self.longest_evaluated = max_seq_len or self.longest_tokens
         self.num_layers = int(self.config.num_hidden_layers)
         self._has_head = not is_entered and base.get_output_embeddings() is not None
         head = base.get_output_embeddings() if self._has_head else base.get_input_embeddings()

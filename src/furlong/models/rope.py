@@ -45,6 +45,14 @@ def num_positions(config: Any, wanted: int = 0) -> int | None:
     return int(positions) if is_known or positions_of(text) != "none" else None
 
 
+def goes_beyond(config: Any) -> bool:
+    """Whether a model computes positions beyond the number that its config names as it does others:
+    it rotates by angles that depend on the position alone."""
+    entries = rope_entries(config.get_text_config())
+    is_static = not {"dynamic", "longrope"} & {*map(_type_of, entries)}
+    return bool(entries) and is_static and positions_of(config) == "rotary"
+
+
 def switching_lengths(config: Any) -> list[int]:
     """Return the lengths up to which longrope uses its short factors, one per layer type."""
     text = config.get_text_config()

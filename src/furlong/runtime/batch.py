@@ -313,11 +313,12 @@ def whole_number(value: object, name: str) -> int:
     return number
 
 
-def check_ranges(sequences: Sequence[ShiftedSequence], model: HFDecoder) -> None:
-    """Raise DataError for ids with no embedding, labels with no logit, or too long sequences."""
-    num_input_ids, vocab_size, longest_tokens = (
-        model.num_input_ids, model.vocab_size, model.longest_tokens,
-    )  # fmt: skip
+def check_ranges(sequences: Sequence[ShiftedSequence], model: HFDecoder, *, backward: bool) -> None:
+    """Raise DataError for ids with no embedding, labels with no logit, or too long sequences.
+    `backward`: whether gradients are computed. Without, sequences may have more positions than a
+    model with RoPE, to see what it does there."""
+    num_input_ids, vocab_size = model.num_input_ids, model.vocab_size
+    longest_tokens = model.longest_tokens if backward else model.longest_evaluated
     for index, sequence in enumerate(sequences):
         num_tokens = len(sequence.input_ids)
         if not num_tokens:  # on another rank
@@ -326,7 +327,8 @@ def check_ranges(sequences: Sequence[ShiftedSequence], model: HFDecoder) -> None
         if longest_tokens is not None and last_position > longest_tokens:
             raise refused_data(
                 f"sequence {index} of {last_position:,} tokens",
-                f"at most {longest_tokens:,}, the smaller of max_seq_len and the model's positions",
+                f"at most {longest_tokens:,}, the smaller of max_seq_len and the model's positions"
+                " (with backward=False, max_seq_len may exceed those of RoPE)",
                 "pass a larger max_seq_len, cut the sequence, or extend the model's RoPE",
             )
         first, last = (int(bound) for bound in sequence.input_ids.aminmax())

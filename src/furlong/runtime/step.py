@@ -246,7 +246,7 @@ def own_plan(
     lacks, as from `Session.lacks`); its plan is None unless this process is the first of its
     replica."""
     batch, ranks = read(), session.ranks
-    check_ranges(batch.sequences, session.model)
+    check_ranges(batch.sequences, session.model, backward=backward)
     planner = planner_of(session, options, backward=backward)
     plan = planner([len(tree.input_ids) for tree in batch.planned], batch.forks)
     seed = drawn_seed(plan, options)
@@ -436,7 +436,7 @@ def facts_of_run(
     plan, the divisor of the loss, weights, and the tokens of each sequence that several processes
     have."""
     divisor = divisor_of(num_valid_tokens, batch.num_labels)
-    check_ranges(batch.sequences, session.model)
+    check_ranges(batch.sequences, session.model, backward=bool(plan.trained))
     if session.ranks is None:
         return {}
     _require_stage(session, plan, session.rank)

@@ -504,7 +504,7 @@ def _planned_alone(
 ) -> tuple[Batch, ChunkPlan]:  # fmt: skip
     """Return the batch and plan of a call on one device. `differs`: a backward will follow."""
     model = session.model
-    check_ranges(sequences, model)
+    check_ranges(sequences, model, backward=differs)
     shares = share_prompts and may_share(session)
     batch = join_prompts(sequences, options.size) if shares else batch_of(sequences)
     lens = [len(tree.input_ids) for tree in batch.planned]

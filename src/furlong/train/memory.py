@@ -103,6 +103,7 @@ class Fitting:
         say: Callable[[str], None] = print,
         changed: Callable[[ChunkOptions], bool] = lambda options: False,
         processes: Processes = ALONE,
+        whose: str = "",
     ) -> None:
         """
         Args:
@@ -111,8 +112,9 @@ class Fitting:
                 will use these options.
             processes: The processes of the run. With more than one, running out of memory ends the
                 run.
+            whose: A word that says in messages whose chunks these are.
         """
-        self.options = options
+        self.options, self._whose = options, f"{whose} " * bool(whose)
         self._say, self._changed, self._processes = say, changed, processes
 
     def compute(
@@ -167,7 +169,7 @@ class Fitting:
             return
         self.options, words = _smaller(old, num_tokens)
         self._changed(self.options)
-        self._say(f"{name} did not fit ({reason}): {words}")
+        self._say(f"{name} did not fit ({reason}): {self._whose}{words}")
 
     def _ended(self, name: str, num_tokens: int, reason: str) -> ConfigError:
         """Record smaller chunks for a resume. Return the error that ends a run of several

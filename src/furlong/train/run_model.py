@@ -32,13 +32,12 @@ from furlong.data.tokenize import NoTokenizer, tokenizer_of
 from furlong.errors import ConfigError, difference_words, differing
 from furlong.kv.disk import NamelessFile
 from furlong.kv.pools import Storage
-from furlong.models.asked import positions_of, rope_entries
 from furlong.models.build import apply_changes, check_decoder, read_config
 from furlong.models.describe import describe
 from furlong.models.folder import check_folder
 from furlong.models.new_tokens import grow_config
 from furlong.models.quantized import check_packed
-from furlong.models.rope import apply_rope, num_positions, switching_lengths
+from furlong.models.rope import apply_rope, goes_beyond, num_positions, switching_lengths
 from furlong.plan.lengths import StepSize, count_lengths
 from furlong.plan.plan import Layout
 from furlong.planners.decide import Decision, decide, model_of_run
@@ -171,12 +170,17 @@ def longest_of(
 ) -> int:  # fmt: skip
     """Return the maximum number of tokens in a sequence to train on or to evaluate or, for a model
     with RoPE of type longrope, the length of the longest sequence. Longrope has two sets of factors
-    and chooses by this length; print the choice.
+    and chooses by this length; print the choice. Warn of evaluations beyond the model's positions.
 
     Raises CheckpointError if the run to resume has used the other factors.
     """
     if not (lengths := switching_lengths(model.config)):
-        return config.data.longest_tokens
+        longest = config.data.longest_tokens
+        positions = num_positions(model.config, longest)
+        if positions is not None and longest > positions:
+            print(f"warning: data.eval has sequences of up to {longest:,} tokens, and the model's"
+                  f" config {positions:,} positions: beyond them it may be untrained")  # fmt: skip
+        return longest
     longest = max(split.longest for split in data.values())
     if checkpoint is not None:
         before = checkpoint.state.get("longest_tokens", config.data.max_seq_len)
@@ -415,24 +419,19 @@ def check_beyond(data: DataConfig, config: Any) -> None:
     if longest == data.max_seq_len:
         return
     positions, chooses = num_positions(config, longest), bool(switching_lengths(config))
-    if not chooses and (positions is None or longest <= positions):
+    if not chooses and (positions is None or longest <= positions or goes_beyond(config)):
         return
-    required, change = f"at most {positions:,}", "lower max_seq_len of the source"
+    required = f"at most {positions:,}: each position has an entry in a table, or RoPE depends on"
+    required += " the length of each call"
     if chooses:
         required = f"at most data.max_seq_len = {data.max_seq_len:,}: by its longest sequence a run"
         required += " of this model chooses the factors of RoPE (longrope), for training too"
-    elif positions_of(config) == "rotary" and not any(
-        entry.get("factor")  # which scales by the number of positions
-        for entry in rope_entries(config.get_text_config())
-    ):
-        change = f"set model.config: {{max_position_embeddings: {longest}}} to see the model beyond"
-        change += " its positions, or lower max_seq_len of the source"
     raise ConfigError(
         given=f"a source with max_seq_len = {longest:,}, for a model of {positions or 0:,}"
         " positions",
         required=required,
         source="data.eval",
-        change=change,
+        change="lower max_seq_len of the source",
     )
 
 

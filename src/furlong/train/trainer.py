@@ -324,11 +324,15 @@ class Trainer:
 
     def _build_reference(self) -> None:
         """If the loss needs a reference, attach log-probabilities by the initial model to the data.
-        Also creates `fitting`."""
+        Also creates `fitting`, of the steps, and `eval_fitting`: chunks that an evaluation shrinks
+        stay the evaluations'. Of several processes, which must start anew, they are the run's."""
         self.fitting = Fitting(
             self.decision.options, say=self.say, changed=self._record_options,
             processes=self.processes,
         )  # fmt: skip
+        self.eval_fitting = self.fitting
+        if self.processes.num_processes == 1:
+            self.eval_fitting = Fitting(self.decision.options, say=self.say, whose="evaluations'")
         if (fingerprint := self.fingerprints["reference"]) is None:
             return
         folder = cache_folder(self.config.data.cache_dir)
@@ -511,7 +515,7 @@ class Trainer:
         for name, (sequences, units) in sets.items():
             batches = in_order(sequences, units, step_size(settings))
             evaluation = evaluate(
-                self.engine, batches, self.fitting, objective=self.objective,
+                self.engine, batches, self.eval_fitting, objective=self.objective,
                 used=self.used, should_stop=self.should_stop, trained_tokens=trained_tokens,
             )  # fmt: skip
             if evaluation is None:
