@@ -401,8 +401,8 @@ class Engine:
                 `fn` are accumulated in their `.grad`; autograd does not return them.
             gradients: "returned" to autograd, or "added" to `.grad` without a second copy. With
                 "added", an error may leave part of a gradient in an existing `.grad`.
-            share_prompts: On one device, sequences with equal first tokens, at least a chunk of
-                them, share their computation. Values change by rounding only.
+            share_prompts: Sequences of a replica with equal first tokens, at least a chunk of them,
+                share their computation. Values change by rounding only.
             watch: See `run`.
 
         Returns:

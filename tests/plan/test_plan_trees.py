@@ -26,6 +26,8 @@ def test_positions_go_on_along_the_path():
     assert plan.trees[0] == Tree((-1, 0, 1, 1, 3, 0))
     slices = [piece for chunk in plan.chunks for piece in chunk.slices]
     assert [plan.position(piece) for piece in slices] == [0, 4, 7, 7, 7, 12, 4]
+    # the second branch of a chunk, from its second token on
+    assert [plan.token_position(2, 0, token) for token in (8, 9, 11)] == [8, 7, 9]
     assert plan.continues == (True, True, False, True, False, False)
     assert plan.trees[0].path(4) == [0, 1, 3] and plan.trees[0].path(5) == [0]
 
@@ -49,14 +51,10 @@ def test_branches_go_on_from_their_path(chunks, why):
         check(plan_of(chunks, actions))
 
 
-def test_trees_are_for_one_process_and_whole():
+def test_trees_are_for_whole_plans():
     plan = plan_of(CHUNKS, FORWARDS + BACKWARDS)
     with pytest.raises(PlanError, match="sequence 0 branches, and the plan is sampled"):
         check(replace(plan, sampled=True))
-    with pytest.raises(PlanError, match="sequence 0 branches, and the plan has 1 rank of 2 proc"):
-        check(replace(plan, sp_size=2))
-    with pytest.raises(PlanError, match="sequence 0 branches, and the plan has 2 ranks"):
-        check(replace(plan, actions=plan.actions * 2))
 
 
 @pytest.mark.parametrize(

@@ -282,8 +282,7 @@ def _misplaced(plan: ChunkPlan) -> Breaks:
 def _misgrown(plan: ChunkPlan) -> Breaks:
     """Yield violations of I2 for sequences that branch. Pieces are laid out depth-first: all pieces
     that continue a piece follow before the next branch. A piece that shares its chunk with other
-    branches is not continued by any piece. Sequences may branch only in unsampled plans of one
-    process."""
+    branches is not continued by any piece. Sequences of sampled plans may not branch."""
     pieces: dict[int, list[tuple[Slice, int]]] = defaultdict(list)
     for index, chunk in enumerate(plan.chunks):
         for piece in chunk.slices:
@@ -292,10 +291,8 @@ def _misgrown(plan: ChunkPlan) -> Breaks:
         branches = [index for piece, index in own if piece.parent is not None]
         if not branches:
             continue
-        if plan.sampled or plan.sp_size > 1 or len(plan.actions) > 1:
-            ranks = f"has {count_words(len(plan.actions), 'rank')} of {plan.sp_size} processes"
-            why = "is sampled" if plan.sampled else ranks
-            yield f"sequence {seq_id} branches, and the plan {why}", branches[0]
+        if plan.sampled:
+            yield f"sequence {seq_id} branches, and the plan is sampled", branches[0]
         num_pieces = Counter(index for _, index in own)
         followed = {piece.goes_on_from for piece, _ in own}
         path = [0]

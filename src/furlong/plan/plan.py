@@ -363,6 +363,15 @@ class ChunkPlan:
         behind = self._behind.get(piece.seq_id)
         return piece.start if behind is None else behind[piece.goes_on_from]
 
+    def token_position(self, chunk: int, seq_id: int, token: int) -> int:
+        """Return the position id of a token, which is in a slice of the chunk: the number of tokens
+        before it on its path. `token`: its index in the sequence `seq_id`."""
+        if seq_id not in self._behind:
+            return token
+        slices = (s for s in self.chunks[chunk].slices if s.seq_id == seq_id)
+        piece = next(s for s in slices if s.start <= token < s.stop)
+        return self.position(piece) + token - piece.start
+
     @cached_property
     def links(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each chunk, a pair (seq_id, i) for each cut sequence that has a piece in the chunk:

@@ -23,7 +23,7 @@ the caller.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -76,6 +76,11 @@ class JoinedSequence:
     first_position: int
     spans: tuple[Span, ...]
     """One span; for trees and branching sequences those of all paths."""
+
+    def moved(self, indices: Sequence[int]) -> JoinedSequence:
+        """Return the sequence for a call in which sequence i has the index `indices[i]`."""
+        spans = (replace(span, sequence=indices[span.sequence]) for span in self.spans)
+        return replace(self, spans=tuple(spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,18 +194,17 @@ def chunk_inputs(
     rows: ChunkRows,
     batch: Batch,
     device: torch.device,
-    branches: Mapping[tuple[int, int], int] | None = None,
+    position: Callable[[int, int], int] = lambda seq_id, token: token,
 ) -> ChunkInputs:
     """Return ids and positions of one chunk's rows on this process, copied asynchronously.
 
-    `branches` has an entry for each run of tokens that starts a branch of a tree: (seq_id, index of
-    the run's first token in the plan's sequence) -> position of this token. In other runs the
-    position of a token is its index."""
+    `position`: maps (seq_id, index of a token in the plan's sequence) to the number of tokens
+    before it, which in a branch of a tree differs from its index."""
     ids, positions = [], []
     for (seq_id, start, stop), _ in rows.runs():
         sequence = batch.planned[seq_id]
         ids.append(sequence.input_ids[start:stop])
-        first = sequence.first_position + (branches or {}).get((seq_id, start), start)
+        first = sequence.first_position + position(seq_id, start)
         positions.append(torch.arange(first, first + stop - start, device="cpu"))
     if not rows.tokens:
         ids = positions = [torch.zeros(1, dtype=torch.int64, device="cpu")]

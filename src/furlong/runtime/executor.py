@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from itertools import product
 from typing import Any, Protocol, Unpack
 
@@ -303,12 +304,9 @@ class Executor:
     def _inputs_of(self, chunk: int) -> ChunkInputs:
         """Return a chunk's inputs, built once and dropped after its last action on this rank."""
         if chunk not in self._inputs:
-            slices, trees = self._plan.chunks[chunk].slices, self._plan.trees
-            branches = {
-                (s.seq_id, s.start): self._plan.position(s) for s in slices if s.seq_id in trees
-            }
-            rows = self._rows_of(self._plan.chunks[chunk])
-            self._inputs[chunk] = chunk_inputs(rows, self._batch, self._model.device, branches)
+            rows, position = self._rows_of(self._plan.chunks[chunk]), self._plan.token_position
+            own = chunk_inputs(rows, self._batch, self._model.device, partial(position, chunk))
+            self._inputs[chunk] = own
         return self._inputs[chunk]
 
     def _targets_of(self, chunk: int) -> ChunkTargets:

@@ -26,6 +26,7 @@ from furlong.planners.spaco import sampled
 from furlong.runtime.batch import (
     WEIGHTS,
     Batch,
+    JoinedSequence,
     ShiftedSequence,
     Span,
     batch_of,
@@ -206,8 +207,7 @@ def planner_of(
     session: Session, options: ChunkOptions, *, backward: bool
 ) -> Callable[[Sequence[int], Forks | None], ChunkPlan]:
     """Return a function (seq_lens, forks) -> plan, for the sequences of one replica. `seq_lens` are
-    their lengths; `forks` are the tokens at which they branch, which only a plan for one device may
-    have."""
+    their lengths; `forks` are the tokens at which they branch."""
     model, ranks, pipeline = session.model, session.ranks, session.state.pipeline
     frozen = min(session.frozen_layers) if pipeline else 0
 
@@ -250,7 +250,8 @@ def own_plan(
     planner = planner_of(session, options, backward=backward)
     plan = planner([len(tree.input_ids) for tree in batch.planned], batch.forks)
     seed = drawn_seed(plan, options)
-    found = ReplicaPlan(plan, labelled_chunks(plan, batch), batch.num_labels or 0, seed)
+    labelled, lens = labelled_chunks(plan, batch), tuple(batch.seq_lens)
+    found = ReplicaPlan(plan, labelled, batch.num_labels or 0, lens, seed)
     if ranks is None:
         return (batch, found), {}, (None, session.lacks(plan.stages))
     _require_stage(session, plan, ranks.stage)
@@ -271,20 +272,23 @@ def whole_plan(
     own: tuple[Batch, ReplicaPlan],
     each: Sequence[tuple[ReplicaPlan | None, int]],
 ) -> tuple[ChunkPlan, Batch, range]:
-    """Join the plans of all replicas. Return (joint plan, its batch, range of seq_ids of this
-    replica's sequences in it).
+    """Join the plans of all replicas. Return (joint plan, its batch, indices of this replica's
+    sequences in the batch).
 
     Args:
         own: The result of `own_plan` on this process: (batch, plan).
         each: The value of `own_plan` on each process: (plan or None, lacking checks).
     """
-    (batch, found), ids = own, range(len(own[0].sequences))
+    (batch, found), indices = own, range(len(own[0].sequences))
     if session.ranks is not None:
-        found, ids = join_brought(session.ranks, [planned for planned, _ in each])
-        whole = among(dict(zip(ids, batch.sequences, strict=True)), found.plan.seq_lens)
-        batch = replace(whole, num_labels=found.num_labels)
+        found, indices, seq_ids = join_brought(session.ranks, [planned for planned, _ in each])
+        whole = among(dict(zip(indices, batch.sequences, strict=True)), found.lens)
+        absent = JoinedSequence(torch.empty(0, dtype=torch.int64, device="cpu"), 0, ())
+        planned = [absent] * len(found.plan.seq_lens)
+        planned[seq_ids.start : seq_ids.stop] = [tree.moved(indices) for tree in batch.planned]
+        batch = replace(whole, planned=planned, num_labels=found.num_labels)
     require_checked(session, found.plan, [lacks for _, lacks in each])
-    return with_draw(found.plan, options, found.seed, found.labelled), batch, ids
+    return with_draw(found.plan, options, found.seed, found.labelled), batch, indices
 
 
 def require_checked(session: Session, plan: ChunkPlan, lacking: Sequence[int]) -> None:

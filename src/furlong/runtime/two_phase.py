@@ -41,7 +41,6 @@ from furlong.planners.orders import plan_on_device, plan_two_phases, require_two
 from furlong.planners.question import Limits
 from furlong.runtime.batch import (
     Batch,
-    ShiftedSequence,
     batch_of,
     check_ranges,
     count_valid_tokens,
@@ -430,7 +429,7 @@ def token_values(
     `Engine.hidden_states`. With `routers`, on one process, the logits of each router follow, for
     each sequence (T, E)."""
 
-    def read() -> list[ShiftedSequence]:
+    def read() -> Batch:
         if function is not None:
             require_function(function, "fn")
         extras = None if function is not None else ()
@@ -449,11 +448,12 @@ def token_values(
                 change="added adds to .grad without a second copy; returned is what autograd "
                 "expects",
             )  # fmt: skip
-        return shifted
+        shares = share_prompts and may_share(session)
+        return join_prompts(shifted, options.size) if shares else batch_of(shifted)
 
     autocast, place = Autocast.captured(session.autocast_kind), f"a call of {_name(function)}"
     with session.call(place, takes_autocast=session.ranks is None):
-        shifted = run_on_all(session.ranks, read, place)
+        batch = run_on_all(session.ranks, read, place)
         # the number tells apart the backwards of several calls, which processes compare
         session.state.num_calls += 1
         trains = session.records()
@@ -465,10 +465,9 @@ def token_values(
             # free memory differs between processes, and all must make one plan
             if options.keep == "auto":
                 options = replace(options, keep="kv")
-            run = TwoSteps(session, batch_of(shifted), options, function, gradients, watch)
+            run = TwoSteps(session, batch, options, function, gradients, watch)
         else:
-            batch, plan = _planned_alone(session, shifted, options, autocast, differs=differs,
-                                         share_prompts=share_prompts)  # fmt: skip
+            plan = _planned_alone(session, batch, options, autocast, differs=differs)
             run = TwoPhases(
                 session, plan, batch, function, gradients, autocast, watch, routers=routers
             )
@@ -499,22 +498,19 @@ def refuse_router_loss(session: Session, *, routers: bool) -> None:
 
 
 def _planned_alone(
-    session: Session, sequences: Sequence[ShiftedSequence], options: ChunkOptions,
-    autocast: Autocast, *, differs: bool, share_prompts: bool,
-) -> tuple[Batch, ChunkPlan]:  # fmt: skip
-    """Return the batch and plan of a call on one device. `differs`: a backward will follow."""
+    session: Session, batch: Batch, options: ChunkOptions, autocast: Autocast, *, differs: bool
+) -> ChunkPlan:
+    """Return the plan of a call on one device. `differs`: a backward will follow."""
     model = session.model
-    check_ranges(sequences, model, backward=differs)
-    shares = share_prompts and may_share(session)
-    batch = join_prompts(sequences, options.size) if shares else batch_of(sequences)
+    check_ranges(batch.sequences, model, backward=differs)
     lens = [len(tree.input_ids) for tree in batch.planned]
     if differs:
         if options.keep == "auto":
             options = decided(session, options, lens, batch.forks, autocast)
-        return batch, plan_two_phases(lens, options, num_layers=model.num_layers, forks=batch.forks)
+        return plan_two_phases(lens, options, num_layers=model.num_layers, forks=batch.forks)
     if options.keep == "auto":
         options = replace(options, keep="kv")  # unused: an evaluation keeps nothing
-    return batch, plan_on_device(
+    return plan_on_device(
         lens, options, num_layers=model.num_layers, forks=batch.forks, backward=False
     )
 
@@ -536,9 +532,9 @@ def _any_trains(ranks: Ranks, trains: bool) -> bool:
 
 
 def may_share(session: Session) -> bool:
-    """Whether answers may share a prompt's computation: on one device, without recurrent layers,
-    whose state only one answer could continue."""
-    return session.ranks is None and session.model.events is None
+    """Whether answers may share a prompt's computation: not with recurrent layers, whose state only
+    one answer could continue."""
+    return session.model.events is None
 
 
 _COPIES_TO_COME = 3

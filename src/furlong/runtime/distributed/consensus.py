@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Any, NamedTuple, TypeVar
 
@@ -355,24 +356,34 @@ class ReplicaPlan(NamedTuple):
     labelled: set[int]
     """Chunks with at least one label."""
     num_labels: int
+    lens: tuple[int, ...]
+    """Tokens of each of the caller's sequences, of which the plan's may join several."""
     seed: int | None = None
     """Seed of the chunk sampling, if any."""
 
 
-def join_brought(ranks: Ranks, each: Sequence[ReplicaPlan | None]) -> tuple[ReplicaPlan, range]:
-    """Join the plans of all replicas. Return (joint plan, equal on all processes; range of seq_ids
-    that this replica's sequences have in the joint plan).
+def join_brought(
+    ranks: Ranks, each: Sequence[ReplicaPlan | None]
+) -> tuple[ReplicaPlan, range, range]:
+    """Join the plans of all replicas. Return (joint plan, equal on all processes; indices of this
+    replica's sequences among those of all callers; range of seq_ids in the joint plan of the
+    sequences that this replica has planned).
 
     `each` has one entry per process: the plan of its replica if the process is the first of the
     replica, else None."""
     own = [one for one in each if one is not None]
-    plans, ids, labelled = [one.plan for one in own], list[range](), set[int]()
-    num_sequences = num_chunks = 0
-    for one in own:
-        ids.append(range(num_sequences, num_sequences + len(one.plan.seq_lens)))
-        labelled.update(num_chunks + chunk for chunk in one.labelled)
-        num_sequences, num_chunks = ids[-1].stop, num_chunks + len(one.plan.chunks)
-    plan = join_replicas(plans, ids, [n for one in plans for n in one.seq_lens])
-    num_labels = sum(one.num_labels for one in own)
+    plans = [one.plan for one in own]
+    indices = _ranges([len(one.lens) for one in own])
+    seq_ids = _ranges([len(plan.seq_lens) for plan in plans])
+    chunks = _ranges([len(plan.chunks) for plan in plans])
+    labelled = {numbers[n] for numbers, one in zip(chunks, own, strict=True) for n in one.labelled}
+    plan = join_replicas(plans, seq_ids, [n for one in plans for n in one.seq_lens])
+    num_labels, lens = sum(one.num_labels for one in own), (n for one in own for n in one.lens)
     # the first replica's seed: chunks are drawn once for the whole batch
-    return ReplicaPlan(plan, labelled, num_labels, own[0].seed), ids[ranks.replica]
+    joint = ReplicaPlan(plan, labelled, num_labels, tuple(lens), own[0].seed)
+    return joint, indices[ranks.replica], seq_ids[ranks.replica]
+
+
+def _ranges(counts: Sequence[int]) -> list[range]:
+    """Return consecutive ranges from 0 on, of `counts` numbers each."""
+    return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
