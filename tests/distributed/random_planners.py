@@ -63,8 +63,8 @@ class Setting:
         }  # fmt: skip
 
 
-def state_aware(lens: Sequence[int], s: Setting, num_retained: int) -> ChunkPlan:
-    dials = s.walk() | {"num_retained": num_retained}
+def state_aware(lens: Sequence[int], s: Setting, num_retained: int, **gathers: bool) -> ChunkPlan:
+    dials = s.walk() | {"num_retained": num_retained} | gathers
     plan = plan_1f1b(lens, s.sharded(s.cut(lens)), **s.pipeline, **dials)
     return s.draw.choice((plan, recomputed_late(plan)))
 
@@ -138,7 +138,10 @@ PLANNERS: Mapping[str, tuple[Planner, Callable[[int, int, int], bool]]] = {
     "places": (places, lambda dp, sp, pp: sp > 1 and pp == 1),
     "ChunkFlow": (on_one_rank, lambda dp, sp, pp: pp == 1),
     "layer-first": (layer_first, lambda dp, sp, pp: pp == 1),
-    "ZeRO-3": (on_one_rank, lambda dp, sp, pp: dp > 1 and pp == 1),
+    "1F1B, gathers": (
+        partial(state_aware, num_retained=1, regathers=True),
+        lambda dp, sp, pp: sp > 1 and pp > 1,
+    ),
 }
 MAY_FREEZE = {"1F1B, K 0", "1F1B, K 1", "1F1B, K 2", "DACP in chunks"}
 """Planners of pipelines that leave backwards out of frozen stages."""

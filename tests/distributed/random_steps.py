@@ -21,12 +21,14 @@ from furlong.testing import num_labels
 
 def run_drawn(rank: int, drawn: Sequence[Drawn]) -> list[Found]:
     """Each step, one after the other."""
-    made: dict[Sizes, Ranks] = {}
+    made: dict[tuple[Sizes, int], Ranks] = {}
     found = []
     for one in drawn:
-        if one.sizes not in made:
-            made[one.sizes] = make_ranks(*one.sizes, "cpu")
-        found.append(_run(one, made[one.sizes]))
+        replicate = one.sizes[0] if one.case.plan.regathers else 1
+        key = one.sizes, replicate
+        if key not in made:
+            made[key] = make_ranks(*one.sizes, "cpu", replicate)
+        found.append(_run(one, made[key]))
         gc.collect()
     return found
 

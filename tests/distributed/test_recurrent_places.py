@@ -20,11 +20,13 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import furlong
+from furlong.families import family_of
 from furlong.models.placeholders import hold, placeholders
 from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice
 from furlong.planners.chunks import group_chunks, shard_all
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
+from furlong.planners.spaco import Sampling, sampled
 from furlong.runtime.cell import state_runs
 from furlong.runtime.distributed.mesh import make_ranks
 from furlong.testing import num_labels, reference_loss, take_grads
@@ -152,8 +154,12 @@ def test_families_on_places(
 SEQ_LENS, DEALT = (40, 9, 26, 5), ((0, 3), (1, 2))
 
 
+LAYERS = {"lfm3": {"layer_types": ["conv", "conv", *["full_attention"] * 2, "sliding_attention"]}}
+"""The second stage has no recurrent layer, and attention of two kinds."""
+
+
 def model_of(family: str, *, lora: bool) -> nn.Module:
-    model: Any = build(family, twin=True)
+    model: Any = build(family, twin=True, **LAYERS.get(family, {}))
     if not lora:
         return model
     torch.manual_seed(3)
@@ -161,9 +167,11 @@ def model_of(family: str, *, lora: bool) -> nn.Module:
     return peft.get_peft_model(model, config).double().train()
 
 
-def layout_plan(sizes: tuple[int, int, int], num_layers: int, keep: str) -> ChunkPlan:
+def layout_plan(
+    sizes: tuple[int, int, int], num_layers: int, keep: str, size: int = 16
+) -> ChunkPlan:
     dp, sp, pp = sizes
-    options = ChunkOptions(size=16, num_retained=1, keep=keep)
+    options = ChunkOptions(size=size, num_retained=1, keep=keep)
 
     def sharded(lens: Sequence[int]) -> list[list[Chunk]]:
         return shard_all(group_chunks(lens, options), sp)
@@ -210,7 +218,7 @@ def step(
         ((1, 2, 1), [("qwen3_next", "kv", True), ("mamba", "kv", False)]),
         ((2, 2, 1), [("lfm2", "attention", True), ("kimi_linear", "kv", False)]),
         ((1, 2, 2), [("qwen3_next", "kv", False), ("nemotron_h", "kv", False),
-                     ("lfm2", "kv", True)]),
+                     ("lfm2", "kv", True), ("lfm3", "kv", False)]),
     ],
 )  # fmt: skip
 def test_states_in_any_layout(
@@ -219,3 +227,59 @@ def test_states_in_any_layout(
     num_ranks = sizes[0] * sizes[1] * sizes[2]
     for errors in run_ranks(step, sizes, cases, num_ranks=num_ranks, limit_s=300):
         assert max(errors) <= BOUND, errors
+
+
+SAMPLING = Sampling(rate=0.5, label_rate=0.5, seed=3)
+
+
+def sampled_step(rank: int, sizes: tuple[int, int, int], families: Sequence[str]) -> list[float]:
+    """The error of each family's sampled gradient against that of the same draw on one process.
+
+    Not for latent attention: one process stores latents, a group keys and values, so that other
+    paths of a draw reach the weights between them, with the same expectation."""
+    ranks, sequences, found = make_ranks(*sizes, "cpu"), batch(SEQ_LENS), []
+    for family in families:
+        model, alone = model_of(family, lora=False), model_of(family, lora=False)
+        num_layers = model.config.num_hidden_layers
+        if sizes[2] > 1:
+            own = range(2, num_layers) if ranks.stage else range(2)
+            hold(model, placeholders(model, own))
+        engine, one = furlong.Engine(model, ranks=ranks), furlong.Engine(alone)
+        for now, layout in ((engine, sizes), (one, (1, 1, 1))):
+            plan = sampled(layout_plan(layout, num_layers, "kv", size=8), SAMPLING)
+            assert 0 < len(plan.trained) < len(plan.chunks)
+            now.run(plan, sequences, num_labels(sequences))
+        given, truth = whole_grads(engine.model.model), take_grads(alone)
+        found.append(error_of(given, {name: truth[name] for name in given}))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "families"),
+    [
+        ((1, 2, 1), ["qwen3_next", "mamba", "lfm2", "falcon_h1"]),
+        ((1, 2, 2), ["nemotron_h", "lfm2"]),
+    ],
+)
+def test_sampled_states(sizes: tuple[int, int, int], families: Sequence[str]) -> None:
+    num_ranks = sizes[0] * sizes[1] * sizes[2]
+    for errors in run_ranks(sampled_step, sizes, families, num_ranks=num_ranks, limit_s=300):
+        assert max(errors) <= BOUND, errors
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)])
+def test_every_family_in_every_layout(sizes: tuple[int, int, int]) -> None:
+    """All families whose weights several processes may divide."""
+    known = {family: family_of(family) for family in FAMILIES}
+    families = [
+        family
+        for family, own in known.items()
+        if not own.shares_block and not (own.whole and sizes[2] > 1)
+    ]
+    assert len(families) >= 12
+    cases = [(family, "kv", False) for family in families]
+    found = run_ranks(step, sizes, cases, num_ranks=sizes[0] * sizes[1] * sizes[2], limit_s=1500)
+    worst = {family: max(own) for family, *own in zip(families, *found, strict=True)}
+    assert max(worst.values()) <= BOUND, worst

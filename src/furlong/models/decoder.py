@@ -83,6 +83,9 @@ from furlong.models.support import (
 from furlong.ops.backends.select import is_of_machine
 from furlong.plan.passes import Pass
 
+_MOST_RETURNED = 8
+"""Values that a layer returns at most."""
+
 
 @dataclass
 class DecoderOutput(MoeModelOutputWithPast):  # type: ignore[misc]
@@ -493,8 +496,8 @@ class HFDecoder:
         """The decoder's mixers (recurrent layers) and the ways in which its layers mix tokens,
         recorded in one forward of few tokens.
 
-        The forward also shows how many values a layer returns, so that placeholders return as many.
-        While it runs, each placeholder calls the first local layer.
+        Placeholders must return as many values as the layers do. With another number the forward
+        fails, or returns another one from the first local layer; it is then repeated.
 
         Raises:
             UnsupportedModelError: the decoder fails with an empty cache.
@@ -502,23 +505,37 @@ class HFDecoder:
         if not cache_argument(self.decoder):
             return Probed()
         placeholders = [m for m in self.decoder.modules() if isinstance(m, PlaceholderLayer)]
-        devices = [self.device] if self.device.type == "cuda" else []
         # without placeholders the decoder need not hold its layers in one list
         first = self.layers[self.local_layers.start] if placeholders else self.decoder
-        with (
-            torch.random.fork_rng(devices),
-            chunked_attention([*self.base.modules()], self.attention_modules, self.max_seq_len),
-            patched((vars(placeholder), "like", first) for placeholder in placeholders),
-            watching(self.decoder, self.attention_modules, self.device) as watch,
-        ):
-            self._pass_tokens(watch, NUM_TOKENS)
-        for placeholder in placeholders:
-            placeholder.num_returned = watch.num_returned[first]
+        failures = list[UnsupportedModelError]()
+        for number in range(_MOST_RETURNED + 1 if placeholders else 1):
+            for placeholder in placeholders:
+                placeholder.num_returned = number
+            try:
+                watch = self._watched()
+            except UnsupportedModelError as error:
+                failures.append(error)
+                continue
+            if not placeholders or watch.num_returned[first] == number:
+                break
+        else:
+            raise failures[0]
         if not placeholders and not watch.mixers:
             return Probed()
         first = self.layers[self.local_layers.start]
         mixers = tuple(Mixer(module, layer) for module, layer in watch.mixers.items())
         return Probed(mixers, tuple(dict.fromkeys(watch.events)), watch.num_returned[first])
+
+    def _watched(self) -> Probe:
+        """Run the decoder on a few tokens; return what was recorded."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices),
+            chunked_attention([*self.base.modules()], self.attention_modules, self.max_seq_len),
+            watching(self.decoder, self.attention_modules, self.device) as watch,
+        ):
+            self._pass_tokens(watch, NUM_TOKENS)
+        return watch
 
     def calls_of(self, mixers: Sequence[Mixer], num_tokens: int) -> list[Called]:
         """Return one `Called` (a mixer and its inputs) for each call of `mixers` in a forward of

@@ -26,12 +26,8 @@ class PlaceholderLayer(nn.Module):
 
     num_returned = 0
     """Elements of the tuple that a layer returns; 0: hidden states alone."""
-    like: nn.Module | None = None
-    """A layer that is called in its place, where what layers return is yet to be seen."""
 
-    def forward(self, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
-        if self.like is not None:
-            return self.like(hidden_states, *others, **named)
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         return returned(hidden_states, self.num_returned)
 
 
