@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from distributed.sharded_cases import llama, tied_llama
 from helpers.batches import batch
@@ -16,6 +17,7 @@ from helpers.wide_norms import widen_norms
 from test_shared_prompts import loss_of
 from test_values_on_ranks import BOTH, BOUND, whole
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 import furlong
 from furlong.runtime.distributed.mesh import make_ranks
@@ -128,3 +130,67 @@ SLOW = [pytest.param(cases, marks=pytest.mark.slow) for cases in (more_of_two, f
 def test_values_and_gradients_are_those_of_one_process(cases: Any) -> None:
     for found in run_ranks(cases, num_ranks=4 if cases is four_processes else 2):
         assert {name: of for name, of in found.items() if max(of) > BOUND} == {}
+
+
+def group_loss(values: list[Tensor], old: list[Tensor]) -> Tensor:
+    """GRPO's: clipped ratios, with the advantages of the answers to one prompt."""
+    rewards = torch.arange(len(values)).double() % 3
+    advantages = (rewards - rewards.mean()) / rewards.std()
+    terms = []
+    for advantage, own, before in zip(advantages, values, old, strict=True):
+        ratio = (own - before)[before != 0].exp()
+        bounded = ratio.clamp(0.8, 1.2) * advantage
+        terms.append(-torch.minimum(ratio * advantage, bounded).mean())
+    return torch.stack(terms).mean()
+
+
+def pair_loss(values: list[Tensor], old: list[Tensor]) -> Tensor:
+    """DPO's, of the first two answers."""
+    ratios = [(own - before).sum() for own, before in zip(values, old, strict=True)]
+    return -logsigmoid(0.1 * (ratios[0] - ratios[1]))
+
+
+def trained(engine: furlong.Engine, each: list[TokenSequences], loss: Any, **more: Any) -> None:
+    """Take three steps on the sum of the losses of groups of sequences."""
+    options = furlong.ChunkOptions(size=16)
+    # without decay, weights stay that another stage trains
+    optimizer = torch.optim.AdamW(engine.model.model.parameters(), lr=1e-2, weight_decay=0)
+    with torch.no_grad():
+        old = [engine.token_values(own, options, **more) for own in each]
+    for _ in range(3):
+        optimizer.zero_grad()
+        for sequences, before in zip(each, old, strict=True):
+            loss(engine.token_values(sequences, options, **more), before).backward()
+        optimizer.step()
+
+
+def steps(rank: int) -> dict[str, float]:
+    """Return the distances of weights after three steps from those of one process."""
+    found = {}
+    groups = [[FOUR.answers(), PAIR.answers()], [NESTED.answers(), FOUR.answers()]]
+    pairs = [[FOUR.answers()[:2]], [NESTED.answers()[:2]]]
+    for name, each, loss, sizes in (
+        ("groups", groups, group_loss, (2, 1, 2)), ("groups", groups[:1], group_loss, (1, 2, 2)),
+        ("pairs", pairs, pair_loss, (2, 2, 1)), ("pairs", pairs[:1], pair_loss, (1, 2, 2)),
+    ):  # fmt: skip
+        truth, model = llama(), llama()
+        before = {name: p.detach().clone() for name, p in truth.named_parameters()}
+        trained(furlong.Engine(truth), [s for own in each for s in own], loss, share_prompts=False)
+        engine = furlong.Engine(model, ranks=make_ranks(*sizes, "cpu"))
+        trained(engine, each[engine.ranks.replica], loss)  # type: ignore[union-attr]
+        own, whole_model = dict(model.named_parameters()), dict(truth.named_parameters())
+        weights = {n: whole(p.detach()) for n, p in own.items()}
+        moved = {n for n, x in weights.items() if not torch.equal(x, before[n])}
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, moved)
+        assert set().union(*names) == set(whole_model)
+        found[f"{name} {sizes}"] = worst_relative_error(
+            {n: weights[n] for n in moved}, {n: whole_model[n].detach() for n in moved}
+        )
+    return found
+
+
+@pytest.mark.slow
+def test_three_steps_of_groups_and_pairs_end_in_the_weights_of_one_process() -> None:
+    for found in run_ranks(steps, num_ranks=4, limit_s=120):
+        assert {name: error for name, error in found.items() if error > BOUND} == {}
