@@ -229,6 +229,28 @@ def test_states_in_any_layout(
         assert max(errors) <= BOUND, errors
 
 
+def forked_step(rank: int) -> float:
+    """The error of a pipeline's gradients for sequences that begin alike, one stage of which has no
+    recurrent layer."""
+    ranks, model = make_ranks(1, 1, 2, "cpu"), model_of("lfm3", lora=False)
+    whole = model_of("lfm3", lora=False)
+    hold(model, placeholders(model, range(2, 5) if ranks.stage else range(2)))
+    sequences = batch((40, 33))
+    sequences[1]["input_ids"][:24] = sequences[0]["input_ids"][:24]
+    engine = furlong.Engine(model, ranks=ranks)
+    result = engine.forward_backward(sequences, ChunkOptions(size=8), share_prompts=True)
+    assert result.plan is not None and result.plan.seq_lens == (40, 33)
+    reference_loss(whole, sequences)
+    given, truth = whole_grads(engine.model.model), take_grads(whole)
+    return error_of(given, {name: truth[name] for name in given})
+
+
+@pytest.mark.slow
+def test_no_stage_shares_prompts_if_one_has_states() -> None:
+    for error in run_ranks(forked_step, num_ranks=2, limit_s=120):
+        assert error <= BOUND
+
+
 SAMPLING = Sampling(rate=0.5, label_rate=0.5, seed=3)
 
 

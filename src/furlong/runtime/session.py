@@ -58,6 +58,7 @@ from furlong.runtime.distributed.comms import Comms, Pipeline, open_pipeline
 from furlong.runtime.distributed.consensus import (
     Facts,
     agree,
+    all_gather_ints,
     require_equal_models,
     run_on_all,
 )
@@ -377,6 +378,9 @@ class Session:
         self.require_checked(heights, [lacks for lacks, *_ in each])
         self.frozen_layers = [num_layers for _, num_layers, _ in each]
         self.trains = any(trains for *_, trains in each)
+        own = [int(self.model.events is not None)]
+        of_all = all_gather_ints(self.ranks, own) if self.ranks is not None else [own]
+        self.is_recurrent = any(n for (n,) in of_all)
         if ranks is not None:
             self._shard(ranks)  # needs no second check
             self.state.checked.add(self._key((self.model.num_layers,)))

@@ -534,7 +534,7 @@ def _any_trains(ranks: Ranks, trains: bool) -> bool:
 def may_share(session: Session) -> bool:
     """Whether answers may share a prompt's computation: not with recurrent layers, whose state only
     one answer could continue."""
-    return session.model.events is None
+    return not session.is_recurrent
 
 
 _COPIES_TO_COME = 3
