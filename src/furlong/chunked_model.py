@@ -13,31 +13,34 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.kv.pools import Storage
-from furlong.models.attention import CACHE_ARGUMENTS
-from furlong.models.decoder import DecoderOutput
+from furlong.models.attention import CACHE_ARGUMENTS, patched
+from furlong.models.decoder import DecoderOutput, HFDecoder
 from furlong.models.placeholders import decoder_of
 from furlong.models.routers import ROUTER_LOGITS
-from furlong.models.support import bare_model
+from furlong.models.support import bare_model, unwrapped
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import require_two_phases
-from furlong.runtime.batch import require_type
+from furlong.runtime.batch import ShiftedSequence, require_type
+from furlong.runtime.distributed.consensus import run_on_all
+from furlong.runtime.distributed.fsdp import end_forward, passed_over
+from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.hf_batches import IMPLIED, labels_of_padding, padding_read, read_padded
 from furlong.runtime.session import Session
 from furlong.runtime.two_phase import token_values
 
 _FORWARD = "furlong_forward"
-_LABELS = "furlong_labels"
-_SET = (_FORWARD, "forward", _LABELS)  # attributes that `chunked` sets on a decoder
+_HOOKS = "furlong_hooks"
 _READ = {
     "input_ids", "attention_mask", "position_ids", "use_cache", ROUTER_LOGITS, *CACHE_ARGUMENTS,
 }  # fmt: skip
@@ -73,6 +76,8 @@ def chunked(
     max_seq_len: int | None = None,
     storage: Storage | None = None,
     share_prompts: bool = True,
+    ranks: Ranks | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> _M:
     """Make a model's forward run in chunks when gradients are needed; return the model.
 
@@ -86,10 +91,16 @@ def chunked(
     run in chunks if they make no cache: with labels, or with `use_cache` (default: the config's)
     False.
 
+    With `ranks` or a `process_group` all processes call the model together, those of a replica with
+    the same batch, and make the same loss of its outputs. Gradients are those of the sum of all
+    replicas' losses, also for the model's own head, whose whole weights are gathered in each call
+    of the model: nothing may average or add up gradients again. FSDP2 divides the weights.
+
     Args:
         options: Default: `keep="auto"`, which keeps as much as memory holds. Graphs are not kept
             (`num_retained` is 0).
-        max_seq_len, storage: See `furlong.Engine`.
+        max_seq_len, storage, ranks, process_group: See `furlong.Engine`. In a pipeline each process
+            has the whole model, of which it trains its stage.
         share_prompts: Rows of a call with equal first tokens, at least a chunk of them, share their
             computation.
 
@@ -109,16 +120,24 @@ def chunked(
             change="call furlong.chunked first, then what wraps the decoder",
         )
     session = Session(
-        model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage, is_entered=True
-    )
-    decoder.__dict__[_FORWARD] = ChunkedForward(session, options, share_prompts)
+        model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage, is_entered=True,
+        ranks=ranks, process_group=process_group,
+    )  # fmt: skip
+    _remove(decoder)
+    in_chunks = ChunkedForward(session, options, share_prompts)
+    decoder.__dict__[_FORWARD] = in_chunks
     decoder.__dict__["forward"] = MethodType(forward, decoder)
-    if _LABELS not in decoder.__dict__:
-        hook = bare_model(model).register_forward_pre_hook(_with_labels, with_kwargs=True)
-        decoder.__dict__[_LABELS] = hook
+    hooks = [bare_model(model).register_forward_pre_hook(_with_labels, with_kwargs=True)]
+    if session.ranks is not None:
+        hooks += [
+            model.register_forward_pre_hook(in_chunks.head.enter),
+            model.register_forward_hook(in_chunks.head.leave, always_call=True),
+        ]
+    decoder.__dict__[_HOOKS] = hooks
+    autocast = session.ranks is None
     try:
-        with session.call("the making of a chunked model", takes_autocast=True):
-            pass
+        with session.call("the making of a chunked model", takes_autocast=autocast):
+            run_on_all(session.ranks, lambda: _require_whole(session))
     except BaseException:
         _remove(decoder)
         raise
@@ -156,7 +175,54 @@ def _decoder(model: nn.Module) -> nn.Module:
 def _remove(decoder: Any) -> None:
     if decoder.__dict__.pop(_FORWARD, None) is not None:
         decoder.__dict__.pop("forward", None)
-        decoder.__dict__.pop(_LABELS).remove()
+        for hook in decoder.__dict__.pop(_HOOKS):
+            hook.remove()
+
+
+def _require_whole(session: Session) -> None:
+    """Raise ConfigError if another stage of a pipeline has modules of this process's model."""
+    own, num_layers = session.model.local_layers, session.model.num_layers
+    if len(own) < num_layers:
+        raise ConfigError(
+            given=f"{session.model.name} with layers {own.start} to {own.stop - 1} of {num_layers}",
+            required="the whole model on each process, since each runs its forward and its head",
+            source="the model passed to furlong.chunked, and the ranks",
+            change="build the whole model on each process, or call Engine.token_values of its part",
+        )
+
+
+class WholeHead:
+    """Puts whole weights into the modules outside the decoder while the model's forward runs, in
+    the places of weights that are divided, or that another stage trains."""
+
+    def __init__(self) -> None:
+        self._stack: ExitStack | None = None
+
+    def enter(self, *_: Any) -> None:
+        """Forward pre-hook of the model."""
+        self.leave()
+        self._stack = ExitStack()
+
+    def leave(self, *_: Any) -> None:
+        """Forward hook of the model."""
+        if self._stack is not None:
+            self._stack.close()
+        self._stack = None
+
+    def remove(self) -> None:
+        """Take the weights of an earlier call of the decoder out."""
+        if self._stack is not None:
+            self._stack.close()
+
+    def put(self, model: HFDecoder, weights: Iterable[Tensor]) -> None:
+        """Put weights in, in the order of `HFDecoder.outside`. A decoder that is not called by its
+        model has no head after it."""
+        if self._stack is None:
+            return
+        inside = {*model.decoder.modules()}
+        self._stack.enter_context(passed_over(m for m in model.base.modules() if m not in inside))
+        places = zip(model.outside, weights, strict=True)
+        self._stack.enter_context(patched((own, name, x) for (own, name, _), x in places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +230,7 @@ class ChunkedForward:
     session: Session
     options: ChunkOptions
     share_prompts: bool
+    head: WholeHead = field(default_factory=WholeHead)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copied and saved models have None here
@@ -172,11 +239,18 @@ class ChunkedForward:
         given = _named(decoder, args, kwargs)
         if self.is_plain(decoder, given):
             return type(decoder).forward(decoder, *args, **kwargs)
-        _refuse_unknown(decoder, given)
-        sequences, cells = read_padded(
-            given["input_ids"], given.get("attention_mask"), given.get("position_ids"),
-            has_cache=_makes_cache(decoder, given), model_type=decoder.config.model_type,
-        )  # fmt: skip
+        self.head.remove()
+        end_forward(unwrapped(self.session.given))  # the model's own, which encloses this call
+        cells: list[int] = []
+
+        def read() -> list[ShiftedSequence]:
+            _refuse_unknown(decoder, given)
+            sequences, cells[:] = read_padded(
+                given["input_ids"], given.get("attention_mask"), given.get("position_ids"),
+                has_cache=_makes_cache(decoder, given), model_type=decoder.config.model_type,
+            )  # fmt: skip
+            return sequences
+
         with ExitStack() as modes:
             if torch.is_inference_mode_enabled():  # pooled buffers outlive this mode
                 modes.enter_context(torch.inference_mode(False))
@@ -184,12 +258,17 @@ class ChunkedForward:
             asked = given.get(ROUTER_LOGITS)
             routers = getattr(decoder.config, ROUTER_LOGITS, False) if asked is None else asked
             states = token_values(
-                self.session, sequences, self.options, None, share_prompts=self.share_prompts,
+                self.session, read, self.options, None, share_prompts=self.share_prompts,
                 routers=bool(routers),
             )  # fmt: skip
+        if self.session.ranks is not None:
+            model = self.session.model
+            num_outputs = len(states) - len(model.outside)
+            self.head.put(model, states[num_outputs:])
+            states = states[:num_outputs]
         own, *of_routers = (
-            _joined(given["input_ids"], cells, states[start : start + len(sequences)])
-            for start in range(0, len(states), len(sequences))
+            _joined(given["input_ids"], cells, states[start : start + len(cells)])
+            for start in range(0, len(states), len(cells))
         )
         logits = tuple(x.flatten(0, 1) for x in of_routers) if routers else None
         output = DecoderOutput(last_hidden_state=own, router_logits=logits)
@@ -204,6 +283,8 @@ class ChunkedForward:
         parameters = self.session.given.parameters()
         if any(x.requires_grad for x in chain(parameters, _tensors(given.values()))):
             return True
+        if self.session.ranks is not None:
+            return False  # hooks of several processes may differ
         with self.session.call("a call of a chunked model", takes_autocast=True):
             return self.session.records()
 

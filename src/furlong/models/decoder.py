@@ -353,8 +353,7 @@ class HFDecoder:
     def ends(self) -> tuple[nn.Module | None, nn.Module | None]:
         """The embedding and the head. Each is None if this process lacks it or if it has no
         parameters; both are None if they are tied."""
-        embedding = self.base.get_input_embeddings()
-        head = self.base.get_output_embeddings() if self._has_head else None
+        embedding, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         each = [
             set(module.parameters()) if module is not None else set()
             for module in (embedding, head)
@@ -362,6 +361,14 @@ class HFDecoder:
         if each[0] & each[1]:
             return None, None
         return embedding if each[0] else None, head if each[1] else None
+
+    @property
+    def outside(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+        """The parameters of modules outside the decoder, such as a head: (parameters of the module
+        by name, name in them, parameter)."""
+        inside = {*self.decoder.modules()}
+        owners = (m._parameters for m in self.base.modules() if m not in inside)
+        return [(own, name, p) for own in owners for name, p in own.items() if p is not None]
 
     @property
     def num_frozen_layers(self) -> int:

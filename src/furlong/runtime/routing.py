@@ -15,7 +15,7 @@ router logits. A batch is all sequences of one step, on all processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -131,14 +131,15 @@ def _refusal(rule: RouterRule, what: str, change: str) -> ConfigError:
 
 
 class RouterOutputs:
-    """Router logits as outputs of a call on one process, from which the caller computes a loss.
-    Implements `Routing`."""
+    """Router logits as outputs of a call, from which the caller computes a loss. Implements
+    `Routing`."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._outputs: dict[str, list[Tensor]] = {}
-        self._routers: list[str] = []
-        self._cotangents: dict[str, Sequence[Tensor | None]] = {}
+        self.cotangents: Mapping[str, Sequence[Tensor | None]] = {}
+        """By router, the gradient of the caller's loss with respect to each output; None: zeros.
+        The caller sets it before the backward."""
 
     def meet(self, router: str, logits: Tensor, rows: ChunkRows) -> None:
         if router not in self._outputs:
@@ -151,22 +152,13 @@ class RouterOutputs:
         wide = torch.promote_types(logits.dtype, torch.float32)  # sequences may share rows
         found = torch.zeros_like(logits, dtype=wide)
         for index, run, row in self._batch.runs(rows):
-            own = self._cotangents[router][index]
+            own = self.cotangents[router][index]
             if own is not None:
                 found[row : row + len(run)] += own[run.start : run.stop]
         return found.to(logits.dtype)
 
-    def finish(self) -> list[Tensor]:
-        """Return the logits (T, E) of each router, in order, for each sequence; drop this object's
-        references to them (see `OutputHead.finish`)."""
+    def finish(self) -> dict[str, list[Tensor]]:
+        """Return by router the logits (T, E) of each sequence; drop this object's references to
+        them (see `OutputHead.finish`)."""
         found, self._outputs = self._outputs, {}
-        self._routers = list(found)
-        return [own for of_router in found.values() for own in of_router]
-
-    def take(self, cotangents: Sequence[Tensor | None]) -> None:
-        """Take the gradient of the caller's loss with respect to each output, in order; None:
-        zeros."""
-        num_sequences = len(self._batch.seq_lens)
-        starts = range(0, len(cotangents), num_sequences)
-        parts = [cotangents[start : start + num_sequences] for start in starts]
-        self._cotangents = dict(zip(self._routers, parts, strict=False))
+        return found

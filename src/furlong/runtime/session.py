@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from furlong.errors import (
     ConfigError,
@@ -566,6 +567,9 @@ class Session:
                         place = "the start-up self-check"
                         opened = one_layer_at_a_time(self.model.base, ranks, place)
                         dtype, agree = self.compute_dtype, stack.enter_context(opened)
+                        head: Any = self.model.ends[1]
+                        if self.is_entered and isinstance(head, FSDPModule):
+                            head.unshard()  # FSDP2 expects what no pass uses to have been gathered
                     if is_new:
                         backend = self.state.backend
                         self_check(self.model, backend, heights, dtype, agree)

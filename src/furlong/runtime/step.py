@@ -350,7 +350,7 @@ def take_step(
     if plan.trained and not session.trains:
         raise untrainable(model)
     _require_frozen(session, plan)
-    rule = model.router_rule
+    rule = None if session.is_entered else model.router_rule
     routing = None if rule is None else router_loss(rule, model, plan, loads, divisor)
     comms, pools = session.comms(plan), session.state.opened
     with ExitStack() as stack:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ from furlong.runtime.distributed.consensus import (
     run_on_all,
     weights_checksum,
 )
+from furlong.runtime.distributed.fsdp import gradient_of_replicas, whole_weight
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.executor import Executor
 from furlong.runtime.head import OutputHead
@@ -68,6 +69,7 @@ from furlong.runtime.step import memory_of, own_plan, take_step, whole_plan
 from furlong.values import TokenFunction, require_function
 
 GradientMode = Literal["returned", "added"]
+_T = TypeVar("_T")
 
 
 class TwoPhases:
@@ -119,8 +121,9 @@ class TwoPhases:
         forwards = sum(isinstance(action, Forward) for action in self._plan.actions[0])
         with self._session.computing():
             self._executor.advance(forwards, self._watch)
-        routing = self._head.routing
-        return self._head.finish() + ([] if routing is None else routing.finish())
+        routed = {} if self._head.routing is None else self._head.routing.finish()
+        self._routers = list(routed)
+        return self._head.finish() + [own for logits in routed.values() for own in logits]
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run all other actions of the plan. They start from `cotangents`, the gradient of the
@@ -132,14 +135,12 @@ class TwoPhases:
             raise _second_backward()
         returned: dict[int, Tensor] | None = {} if self._gradients == "returned" else None
         model, num_sequences = self._model, len(self._batch.seq_lens)
-        used = [
-            any(x is not None for x in cotangents[index::num_sequences])
-            for index in range(num_sequences)
-        ]
+        parts = _parts(cotangents, num_sequences)
+        used = [any(x is not None for x in own) for own in zip(*parts, strict=True)]
         try:
-            self._head.cotangents = cotangents[:num_sequences]
+            self._head.cotangents = parts[0]
             if self._head.routing is not None:
-                self._head.routing.take(cotangents[num_sequences:])
+                self._head.routing.cotangents = dict(zip(self._routers, parts[1:], strict=True))
             with self._session.alone(takes_autocast=True):
                 # while no other thread's call runs
                 _require_unchanged(self._at_forward, self._session.scan)
@@ -154,7 +155,7 @@ class TwoPhases:
         finally:
             self._head.cotangents = ()
             if self._head.routing is not None:
-                self._head.routing.take(())
+                self._head.routing.cotangents = {}
             self._end()
         return [(returned or {}).get(id(p)) for p in self.parameters]
 
@@ -170,6 +171,8 @@ class TwoSteps:
         function: TokenFunction | None,
         gradients: GradientMode,
         watch: Callable[[], None] = lambda: None,
+        *,
+        routers: bool = False,
     ) -> None:
         """`batch`: this replica's sequences. Other arguments: see `TwoPhases`."""
         assert session.ranks is not None
@@ -184,6 +187,12 @@ class TwoSteps:
             session.model, self._batch, function, nullcontext,
             is_rounded=dtype is not None and dtype.itemsize < 4,
         )  # fmt: skip
+        self._routers = [router.name for router in session.model.routers] if routers else []
+        if routers:
+            self._head.routing = RouterOutputs(self._batch)
+        outside = session.model.outside if session.is_entered else ()
+        self.outside = [parameter for *_, parameter in outside]
+        """Parameters that the caller's head uses; the last outputs are these, whole."""
         self._is_over = False
         self._records = torch.is_grad_enabled()  # read here: it is off in the node's forward
         self._checksum = weights_checksum(self.parameters) if self._records else 0
@@ -191,8 +200,8 @@ class TwoSteps:
         ids = {id(parameter) for parameter in reached}
         self._head_alone = [p for p in self.parameters if id(p) not in ids]
         """Parameters outside the decoder, if the head is not used (hidden states)."""
-        self._like = torch.empty(0, device="cpu")
-        """Empty tensor with the outputs' dtype and columns."""
+        self._like: list[Tensor] = []
+        """Outputs of sequences, on meta."""
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -213,8 +222,12 @@ class TwoSteps:
                 change="set its dropouts, such as attention_dropout, to 0, or use one process",
             )
         found = self._of_all(self._head.finish())
-        self._like = found[0].new_empty((0, *found[0].shape[1:]))
-        return found
+        if self._head.routing is not None:
+            routed = self._head.routing.finish()
+            for router in self._routers:
+                found += self._of_all(routed.get(router, ()))
+        self._like = [own.to("meta") for own in found]
+        return found + [whole_weight(weight, self._ranks) for weight in self.outside]
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Do what `TwoPhases.second` does; gradients are those of this process's shards."""
@@ -233,19 +246,19 @@ class TwoSteps:
 
         run_on_all(ranks, begin, self._place)
         self._is_over = True
-        like = next((own for own in cotangents if own is not None), self._like)
-        lens = [self._batch.seq_lens[i] for i in self._own]
         # zeros for outputs that the loss does not use: processes then compare the same tensors
+        device = session.model.device
         whole = [
-            like.new_zeros((n, *like.shape[1:])) if own is None else own
-            for n, own in zip(lens, cotangents, strict=True)
+            torch.zeros_like(like, device=device) if own is None else own
+            for like, own in zip(self._like, cotangents, strict=False)
         ]
         require_same_loss(whole, ranks)
         found: dict[int, Tensor] = {}
         without = [p for p in self._head_alone if p.grad is None]
-        self._head.cotangents = [None] * len(self._batch.seq_lens)
-        for i, own in zip(self._own, whole, strict=True):
-            self._head.cotangents[i] = own
+        parts = [self._among_all(own) for own in _parts(whole, len(self._own))]
+        self._head.cotangents = parts[0]
+        if self._head.routing is not None:
+            self._head.routing.cotangents = dict(zip(self._routers, parts[1:], strict=True))
         with ExitStack() as stack:
             stack.enter_context(_modes_of(self._at_forward))
             if self._gradients == "returned":
@@ -255,11 +268,39 @@ class TwoSteps:
             self._take(plan)
         run_on_all(ranks, lambda: self._head.require_unmoved(self.parameters[0].dtype))
         self._head.cotangents = ()
+        if self._head.routing is not None:
+            self._head.routing.cotangents = {}
         for parameter in without:  # FSDP2 sets zeros where no backward arrives
             parameter.grad = None
         for parameter in self._head_alone:
             found.pop(id(parameter), None)
+        self._add_outside(found, cotangents[len(self._like) :])
         return [found.get(id(p)) for p in self.parameters]
+
+    def _add_outside(self, found: dict[int, Tensor], cotangents: Sequence[Tensor | None]) -> None:
+        """Add the gradients of the caller's head, summed over replicas, to those `found`, on the
+        stages that train its parameters: the last one and, with tied embeddings, the first."""
+        ranks, tied = self._ranks, self._session.model.tied_weight
+        if not self.outside:
+            return
+        each = all_gather_ints(ranks, [int(own is not None) for own in cotangents])
+        for weight, own, used in zip(
+            self.outside, cotangents, zip(*each, strict=True), strict=True
+        ):
+            is_trained = ranks.stage == ranks.pp - 1 or (weight is tied and not ranks.stage)
+            if any(used) and is_trained:
+                if own is None:  # other replicas use it
+                    own = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+                part = gradient_of_replicas(own, weight, ranks)
+                before = found.get(id(weight))
+                found[id(weight)] = part if before is None else before + part
+
+    def _among_all(self, own: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return gradients of this replica's outputs among those of all sequences of the batch."""
+        every: list[Tensor | None] = [None] * len(self._batch.seq_lens)
+        for i, x in zip(self._own, own, strict=True):
+            every[i] = x
+        return every
 
     def _planned(self, *, backward: bool) -> tuple[ChunkPlan, Batch, range]:
         """Return the plan of all replicas, its batch and the seq_ids of this replica."""
@@ -330,7 +371,11 @@ class _Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if isinstance(run, TwoPhases):  # `TwoSteps` compares checksums instead
             ctx.save_for_backward(*parameters)  # reading them raises if one was changed in place
-        return tuple(run.first())
+            return tuple(run.first())
+        found = run.first()
+        outside = zip(reversed(run.outside), reversed(found), strict=False)
+        ctx.mark_non_differentiable(*(own for weight, own in outside if not weight.requires_grad))
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -354,6 +399,12 @@ def differentiable(run: TwoPhases | TwoSteps) -> list[Tensor]:
     """Return the outputs of a call, connected to the parameters by one autograd node."""
     anchor = torch.empty(0, device="cpu", requires_grad=True)
     return list(_Node.apply(run, anchor, *run.parameters))  # type: ignore[no-untyped-call]
+
+
+def _parts(outputs: Sequence[_T], num_sequences: int) -> list[Sequence[_T]]:
+    """Split what belongs to outputs of sequences: final states or values, then of each router."""
+    starts = range(0, len(outputs), num_sequences)
+    return [outputs[start : start + num_sequences] for start in starts]
 
 
 def _unused(plan: ChunkPlan, batch: Batch, has_gradient: Sequence[bool]) -> frozenset[int]:
@@ -426,14 +477,17 @@ def token_values(
     """Return, for each sequence, the values (T,) or (T, k) that `function` computes from its
     tokens; with `function` None, final hidden states (T, D). The tensors are differentiable unless
     grad mode is off or nothing is trained. Arguments: see `Engine.token_values` and
-    `Engine.hidden_states`. With `routers`, on one process, the logits of each router follow, for
-    each sequence (T, E)."""
+    `Engine.hidden_states`; `sequences` may also be a function that returns them, whose error is
+    one of all processes. With `routers` the logits of each router follow, for each sequence
+    (T, E). On several processes, inside a call of the decoder (`is_entered`), the whole weights of
+    `HFDecoder.outside` follow, for a head of the caller's."""
 
     def read() -> Batch:
         if function is not None:
             require_function(function, "fn")
         extras = None if function is not None else ()
-        shifted = shift_labels(sequences, extras=extras, needs_labels=False)
+        given = sequences() if callable(sequences) else sequences
+        shifted = shift_labels(given, extras=extras, needs_labels=False)
         if not shifted:
             raise refused_data("no sequences", "at least one sequence", "leave the call out")
         if session.ranks is None:
@@ -465,7 +519,7 @@ def token_values(
             # free memory differs between processes, and all must make one plan
             if options.keep == "auto":
                 options = replace(options, keep="kv")
-            run = TwoSteps(session, batch, options, function, gradients, watch)
+            run = TwoSteps(session, batch, options, function, gradients, watch, routers=routers)
         else:
             plan = _planned_alone(session, batch, options, autocast, differs=differs)
             run = TwoPhases(

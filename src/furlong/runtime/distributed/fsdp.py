@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -35,10 +35,12 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from furlong.errors import UnsupportedModelError
+from furlong.models.attention import patched
 from furlong.models.quantized import packed_linears
 from furlong.models.support import add_fsdp_method
 from furlong.runtime.distributed.consensus import exchange, report
@@ -84,6 +86,9 @@ def shard(
             ignored_params=whole,
         )  # fmt: skip
     register_fsdp_forward_method(base, add_fsdp_method(base))
+    # those of others, such as furlong.chunked, come behind FSDP2's, the last one so far
+    hooks: Any = base._forward_hooks
+    hooks.move_to_end(next(reversed(hooks)), last=False)
     for part in sharded_modules(base):
         # transformers looks up key renames by class and module name
         kind, (_, _, plain, *_) = type(part), type(part).__mro__
@@ -236,6 +241,54 @@ def whole(base: nn.Module, name: str) -> Iterator[None]:
     yield
     if owner is not base:
         owner.reshard()
+
+
+def whole_weight(weight: Tensor, ranks: Ranks) -> Tensor:
+    """Return the whole weight, as the last stage has it, without a graph. A collective."""
+    own = weight.full_tensor() if isinstance(weight, DTensor) else weight.detach()
+    if ranks.pp > 1:
+        own = own.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(own, group=ranks.mesh["pp"].get_group(), group_src=ranks.pp - 1)
+    return own
+
+
+def gradient_of_replicas(gradient: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
+    """Return the sum over replicas of the gradient of a whole weight, divided as the weight is.
+    All processes of a replica pass the same gradient. A collective."""
+    total = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
+    if ranks.dp > 1:
+        total = total.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ranks.mesh["dp"].get_group())
+    total = total.to(weight.dtype)
+    if not isinstance(weight, DTensor):
+        return total
+    mesh, copies = weight.device_mesh, [Replicate()] * weight.device_mesh.ndim
+    of_all = DTensor.from_local(total, mesh, copies, run_check=False)
+    return of_all.redistribute(placements=weight.placements)
+
+
+def end_forward(base: nn.Module) -> None:
+    """End the model's forward for FSDP2, if one has begun, so that weights can be freed."""
+    if isinstance(base, FSDPModule):
+        state: Any = base._get_fsdp_state()
+        if state._training_state == TrainingState.FORWARD:
+            state._post_forward(base, (), None)
+
+
+@contextmanager
+def passed_over(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context manager: FSDP2 does nothing in forwards of these modules themselves, in which the
+    caller has put whole weights: it neither gathers nor notes what a backward would have to do."""
+    changes: list[tuple[Any, str, Any]] = []
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            own = vars(module._get_fsdp_state())
+            changes.append((own, "_training_state", TrainingState.PRE_BACKWARD))
+            several = "_fsdp_param_groups" in own
+            changes.append((own, "_fsdp_param_groups", []) if several
+                           else (own, "_fsdp_param_group", None))  # fmt: skip
+    with patched(changes):
+        yield
 
 
 @contextmanager
