@@ -48,6 +48,7 @@ from furlong.models.mixers import (
     Called,
     EmptyCache,
     Mixer,
+    Probe,
     Probed,
     SliceCache,
     TokenMixing,
