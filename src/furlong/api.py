@@ -173,6 +173,11 @@ class Engine:
             )
         return evaluated.loads
 
+    @property
+    def may_share(self) -> bool:
+        """Whether sequences with equal first tokens may share their computation."""
+        return may_share(self._session)
+
     def reads(self, plan: ChunkPlan) -> list[int]:
         """Return the seq_ids of a plan whose tokens or labels this process reads."""
         return read_sequences(plan, self._session.rank, self._session.rows_of(plan))

@@ -26,9 +26,9 @@ def write_pairs(file: Path, num_asked: int = 3) -> Path:
     return file
 
 
-def pair_flags(tiny: TinyRun, folder: Path) -> tuple[str, ...]:
+def pair_flags(tiny: TinyRun, folder: Path, num_asked: int = 3) -> tuple[str, ...]:
     """Return flags for `TinyRun.arguments`; pairs and cache are in `folder`."""
-    pairs = write_pairs(folder / "pairs.jsonl")
+    pairs = write_pairs(folder / "pairs.jsonl", num_asked)
     return (
         "--train.loss=dpo", f"--data.train={pairs}", f"--data.cache_dir={folder / 'cache'}",
         "--data.max_seq_len=512",

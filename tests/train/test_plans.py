@@ -184,6 +184,24 @@ class Threads(Processes):
         return found
 
 
+@pytest.mark.parametrize("division", [{}, {"sp": 2}, {"stages": (1, 2)}])
+def test_a_tree_is_on_one_replica(division):
+    """Sequence 1 is a tree; a replica without one may have another planner's plan."""
+    wanted = Wanted((30, 50, 9), ChunkOptions(size=8), True, ((1, ((40, 20),)),))
+    plan = made(wanted, 2, **division)
+    check(plan)
+    num_stages = len(plan.stages)
+    owned = [set(own_sequences(plan, rank)) for rank in range(0, 2 * num_stages, num_stages)]
+    assert owned == [{1}, {0, 2}] and plan.trees.keys() == {1}
+    branches = [s for c in plan.chunks for s in c.slices if s.parent is not None]
+    assert [(s.seq_id, s.start, s.stop, plan.position(s)) for s in branches[:1]] == [
+        (1, 40, 48, 20)
+    ]
+    planner = BatchPlanner(Layout(2, division.get("sp", 1)), squares, 3)
+    assert planner.most_work(wanted) == 50**2
+    assert planner.most_work(Wanted((30, 40, 30, 9), ChunkOptions(size=8))) == 2 * 30**2
+
+
 @pytest.mark.parametrize("failing", [None, 1])
 def test_a_process_of_each_replica_plans_for_it(monkeypatch, failing):
     """Processes 0 to 3 of dp 2 x sp 2; the plan is that of one planner, and is not checked again

@@ -413,8 +413,11 @@ def require_type(value: object, kind: type, change: str = "") -> None:
 _Ids = NDArray[np.int64]
 
 
-def join_prompts(sequences: Sequence[ShiftedSequence], least_tokens: int) -> Batch:
-    """Return a batch that joins sequences with at least `least_tokens` equal first tokens."""
+def join_prompts(
+    sequences: Sequence[ShiftedSequence], least_tokens: int, most_tokens: int | None = None
+) -> Batch:
+    """Return a batch that joins sequences with at least `least_tokens` equal first tokens to trees,
+    unless a tree has more than `most_tokens`."""
     batch = batch_of(sequences)
     if sum(len(sequence.input_ids) > least_tokens for sequence in sequences) < 2:
         return batch
@@ -424,10 +427,15 @@ def join_prompts(sequences: Sequence[ShiftedSequence], least_tokens: int) -> Bat
     shared = [
         _num_equal(ids[i], ids[j]) if firsts[i] == firsts[j] else 0 for i, j in pairwise(order)
     ]
-    groups = _groups(range(len(order)), shared, least_tokens)
-    if all(len(group) == 1 for group in groups):
+    trees: list[tuple[JoinedSequence, list[tuple[int, int]]]] = []
+    for group in _groups(range(len(order)), shared, least_tokens):
+        tree = _tree(sequences, order, shared, group, least_tokens)
+        if most_tokens is None or len(tree[0].input_ids) <= most_tokens:
+            trees.append(tree)
+        else:
+            trees += [(batch.planned[order[number]], []) for number in group]
+    if len(trees) == len(sequences):
         return batch
-    trees = [_tree(sequences, order, shared, group, least_tokens) for group in groups]
     forks = {seq_id: own for seq_id, (_, own) in enumerate(trees) if own}
     return replace(batch, planned=[tree for tree, _ in trees], forks=forks)
 

@@ -65,7 +65,7 @@ def batch_for(
 
     Args:
         sequences: All sequences in order, or a mapping from seq_id to sequence with at least those
-            that this process reads.
+            that this process reads, or a batch whose sequences are joined to those of the plan.
         extras: See `shift_labels`.
         weights: Factor of each sequence's loss in the gradient, for plans that do not sample.
 
@@ -77,14 +77,19 @@ def batch_for(
         raise PlanError("a plan of two phases has no loss: Engine.token_values makes and obeys it")
     if session.ranks is not None:
         require_layout(plan, session.ranks)
-    if weights is not None and (len(weights) != len(plan.seq_lens) or plan.sampled):
+    own_lens = sequences.seq_lens if isinstance(sequences, Batch) else plan.seq_lens
+    num_sequences = len(own_lens)
+    if weights is not None and (len(weights) != num_sequences or plan.sampled):
         raise refused_data(
-            f"{len(weights)} weights of a plan with {len(plan.seq_lens)} sequences"
+            f"{len(weights)} weights of a plan with {num_sequences} sequences"
             + ", which samples" * plan.sampled,
             "a number for each sequence of an exact plan",
             "pass one for each seq_id, or leave weights out",
         )
     weights = None if weights is None else [float(weight) for weight in weights]
+    if isinstance(sequences, Batch):
+        _require_lens([len(tree.input_ids) for tree in sequences.planned], plan.seq_lens)
+        return replace(sequences, weights=weights)
     needs_labels = extras is not None
     if not isinstance(sequences, Mapping):
         shifted = shift_labels(sequences, extras=extras, needs_labels=needs_labels)
@@ -445,7 +450,7 @@ def facts_of_run(
         return {}
     _require_stage(session, plan, session.rank)
     facts: dict[str, object] = {"the plan's checksum": plan.checksum, "the divisor": divisor}
-    weights = batch.weights or (None,) * len(plan.seq_lens)
+    weights = batch.weights or (None,) * len(batch.sequences)
     facts |= {f"weight of sequence {i}": repr(weight) for i, weight in enumerate(weights)}
     for seq_id, sequence in enumerate(batch.sequences):
         if len(sequence.input_ids):

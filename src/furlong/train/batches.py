@@ -28,6 +28,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import gathered_first, join_kept, plan_replica
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import num_drawn, sampled
+from furlong.runtime.batch import Batch, join_prompts, shift_labels
 from furlong.runtime.distributed.mesh import allow_time
 from furlong.train.processes import ALONE, Processes, limit_of_step
 
@@ -50,12 +51,20 @@ class Wanted(NamedTuple):
     seq_lens: tuple[int, ...]
     options: ChunkOptions
     backward: bool = True
+    forks: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    """`Forks`, as pairs, of sequences that are joined to trees."""
 
     @classmethod
     def of(cls, batch: TrainBatch, options: ChunkOptions, *, backward: bool = True) -> Wanted:
         """Return the key of a batch. The options in the key have no `sample`, as chunks are sampled
         after planning."""
         return cls(batch.seq_lens, replace(options, sample=None), backward)
+
+    def joined(self, batch: Batch) -> Wanted:
+        """Return the key for the sequences that `batch` has joined."""
+        lens = tuple(len(tree.input_ids) for tree in batch.planned)
+        forks = tuple((seq_id, tuple(own)) for seq_id, own in batch.forks.items())
+        return self._replace(seq_lens=lens, forks=forks)
 
 
 class Planned(NamedTuple):
@@ -99,19 +108,27 @@ class BatchPlanner:
         """Return the plan of the sequences of one replica. The plan numbers these sequences from
         0."""
         options = wanted.options
-        seq_lens = [wanted.seq_lens[seq_id] for seq_id in self._dealt(wanted)[replica]]
+        seq_ids, all_forks = self._dealt(wanted)[replica], dict(wanted.forks)
+        seq_lens = [wanted.seq_lens[seq_id] for seq_id in seq_ids]
+        forks = {n: all_forks[i] for n, i in enumerate(seq_ids) if i in all_forks}
         is_cut = self.layout.pp > 1 or options.order == "layer-first"
         frozen = self.frozen_layers if is_cut and wanted.backward else 0
         plan = plan_replica(
             seq_lens, options, num_layers=self.num_layers, stages=self.stages,
-            sp_size=self.layout.sp, backward=wanted.backward, frozen_layers=frozen,
+            sp_size=self.layout.sp, backward=wanted.backward, frozen_layers=frozen, forks=forks,
         )  # fmt: skip
         method = CHUNKS
-        if self.alternatives is not None and wanted.backward:
+        if self.alternatives is not None and wanted.backward and not forks:
             method, plan = self.alternatives.best_plan(
                 seq_lens, plan, options, frozen_layers=frozen
             )
         return Planned(method, plan, self.seconds(gathered_first(plan)))
+
+    def most_work(self, wanted: Wanted) -> float:
+        """Return the work of the replica that has most. A tree counts as one sequence of all its
+        tokens, which is more than it takes."""
+        work = self.work(wanted.seq_lens)
+        return max(sum(work[seq_id] for seq_id in own) for own in self._dealt(wanted))
 
     def joined(self, wanted: Wanted, found: Sequence[Planned]) -> Planned:
         """Join the plans `found` of the replicas to one plan of the batch, and check it."""
@@ -135,7 +152,7 @@ class SharedPlans:
     def __init__(self, processes: Processes, replica: int | None, planner: BatchPlanner) -> None:
         """`replica`: number of the replica whose sequences this process plans; None if it plans for
         no replica. All processes must call this together."""
-        self._processes, self._replica, self._planner = processes.apart(), replica, planner
+        self._processes, self._replica, self.planner = processes.apart(), replica, planner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
         self._coming: dict[Wanted, Future[Planned]] = {}
         self.waited_s = 0.0
@@ -171,7 +188,7 @@ class SharedPlans:
         own: Planned | Exception | None = None
         if self._replica is not None and self._replica < len(wanted.seq_lens):
             try:
-                own = self._planner.own(wanted, self._replica)
+                own = self.planner.own(wanted, self._replica)
             except Exception as error:
                 own = error
         told = reason_of(own) if isinstance(own, Exception) else own
@@ -182,7 +199,7 @@ class SharedPlans:
         if reason := next((made for made in found if isinstance(made, str)), ""):
             raise ElsewhereError(f"no plan of another process ({reason})")
         plans = [made for made in found if isinstance(made, Planned)]
-        planned = self._planner.joined(wanted, plans)
+        planned = self.planner.joined(wanted, plans)
         assert planned.plan.checksum >= 0  # cached now, so that the step does not wait for it
         return planned
 
@@ -200,6 +217,7 @@ class BatchEngine:
         stages: Sequence[int] = (),
         alternatives: BatchPlans | None = None,
         seconds: Seconds = lambda plan: 0.0,
+        tree_tokens: int = 0,
     ) -> None:
         """
         Args:
@@ -207,8 +225,10 @@ class BatchEngine:
             stages: Number of layers of each pipeline stage.
             alternatives: Other planners that a replica may use if they are faster.
             seconds: Predicts the time of a replica's plan, for timeouts.
+            tree_tokens: Most tokens of a tree of sequences that begin with equal tokens, which are
+                computed once; 0: no sequences are joined.
         """
-        self.engine, self.processes = engine, processes
+        self.engine, self.processes, self.tree_tokens = engine, processes, tree_tokens
         self.method: str | None = None
         """Names of the planners of the last plan; None without ranks."""
         self._plans: SharedPlans | None = None
@@ -246,8 +266,8 @@ class BatchEngine:
         """Start to plan a batch in the background, before `compute` trains on the batch."""
         if self._plans is not None and batch.num_valid_tokens:
             if self.engine.adds_router_loss:  # see `compute`
-                self._plans.expect(Wanted.of(batch, options, backward=False))
-            self._plans.expect(Wanted.of(batch, options))
+                self._plans.expect(self._wanted(batch, options, backward=False)[0])
+            self._plans.expect(self._wanted(batch, options, backward=True)[0])
 
     def compute(
         self,
@@ -280,21 +300,40 @@ class BatchEngine:
             loads = self.engine.loads_of(self.compute(batch, options, backward=False, watch=watch))
         plans, made = self._plans, list[ChunkPlan]()
         # before the first exchange, in which a process with a new model waits for the others' plan
-        plans.expect(Wanted.of(batch, options, backward=backward))
+        wanted, joined = self._wanted(batch, options, backward=backward)
+        plans.expect(wanted)
 
-        def make() -> tuple[ChunkPlan, Mapping[int, Mapping[str, Tensor]]]:
+        def make() -> tuple[ChunkPlan, Batch | Mapping[int, Mapping[str, Tensor]]]:
             if not made:
-                self.method, plan, step_s = plans.get(Wanted.of(batch, options, backward=backward))
+                self.method, plan, step_s = plans.get(wanted)
                 allow_time(limit_of_step(step_s))
                 made.append(with_drawn_chunks(plan, batch, options) if backward else plan)
-            return made[0], batch.part(self.engine.reads(made[0]))
+            return made[0], joined or batch.part(self.engine.reads(made[0]))
 
         try:
             return self.engine.run_made(
                 make, batch.num_valid_tokens, weights=weights, loads=loads, watch=watch
             )
         finally:  # another process may have refused before this one took its plan
-            plans.drop(Wanted.of(batch, options, backward=backward))
+            plans.drop(wanted)
+
+    def _wanted(
+        self, batch: TrainBatch, options: ChunkOptions, *, backward: bool
+    ) -> tuple[Wanted, Batch | None]:
+        """Return the key of a batch's plan. If sequences that begin alike are joined, the key is of
+        the trees, and the second result is the batch that has them; else it is None.
+
+        All processes read the whole batch for that, and come to one result. Nothing is joined if
+        the replica with most work would get more: two sequences of a tree are on one replica."""
+        wanted = Wanted.of(batch, options, backward=backward)
+        if self._plans is None or not self.tree_tokens or not self.engine.may_share:
+            return wanted, None
+        joined = join_prompts(shift_labels(batch.tensors()), options.size, self.tree_tokens)
+        trees, most_work = wanted.joined(joined), self._plans.planner.most_work
+        is_less = len(trees.seq_lens) < len(wanted.seq_lens)
+        if is_less and most_work(trees) <= most_work(wanted):
+            return trees, joined
+        return wanted, None
 
     def share(self, num_sequences: int) -> range:
         """Return the indices of the sequences whose token losses this process sums. All processes

@@ -123,7 +123,7 @@ class AnswerLoss(Objective):
     Several processes first evaluate the log-probabilities of the whole batch in any layout, from
     which each process computes all losses. Then they train the batch again for the gradients, with
     each sequence's log-probability weighted by the derivative of the loss. This costs one more
-    forward.
+    forward. Sequences that begin alike share their prompt (`BatchEngine.tree_tokens`).
     """
 
     name: ClassVar[str]

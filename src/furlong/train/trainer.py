@@ -309,7 +309,11 @@ class Trainer:
         # without a cost model, balance the tokens of replicas
         work = (lambda seq_lens: seq_lens) if cost is None else cost.sequence_seconds
         seconds = (lambda plan: 0.0) if cost is None else partial(predicted_s, cost)
-        self.engine = BatchEngine(engine, processes, work, decision.stages, alternatives, seconds)
+        # a tree that is no longer than a sequence needs no more memory than was planned for
+        longest = self.train_data.longest if self.objective.unit_size > 1 else 0
+        self.engine = BatchEngine(
+            engine, processes, work, decision.stages, alternatives, seconds, longest
+        )
         stack.callback(self.engine.close)
         size = checkpoints.model_size(engine, processes)
         build.announce(config, size, decision, self.device, self.storage, self.num_steps, cost)

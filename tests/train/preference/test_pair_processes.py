@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,14 +70,50 @@ def test_two_processes(tiny_run: TinyRun, tmp_path: Path, layout: str) -> None:
         assert error <= 1e-12, f"{name}: {error:.1e}"
 
 
-def test_dropout_of_the_model_is_refused(tmp_path: Path) -> None:
-    """Its losses would be of other draws than the gradients."""
-    tiny = build_tiny_run(tmp_path / "tiny")
+def gpt2_run(folder: Path, dropout: float) -> TinyRun:
+    """A run of a model whose norms round nothing to float32."""
+    tiny = build_tiny_run(folder)
     config = GPT2Config(
         vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=512, attn_pdrop=0.0,
-        resid_pdrop=0.1, embd_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     GPT2LMHeadModel(config).save_pretrained(tiny.folder / "model")
+    return tiny
+
+
+def tell_trees(arguments: list[str]) -> None:
+    """Run a command; say how many trees each plan has."""
+    from furlong.train.batches import BatchPlanner
+
+    make = BatchPlanner.joined
+
+    def told(*args: Any) -> Any:
+        planned = make(*args)
+        print(f"{len(planned.plan.trees)} trees")
+        return planned
+
+    BatchPlanner.joined = told  # type: ignore[method-assign]
+    run_command(arguments)
+
+
+@pytest.mark.slow
+def test_pairs_share_their_prompt(tmp_path: Path) -> None:
+    tiny = gpt2_run(tmp_path / "tiny", 0.0)
+    flags = (*pair_flags(tiny, tmp_path, 10), *STEPS, "--chunks.size=8")
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert main(tiny.arguments(alone, *flags)) == 0
+    arguments = tiny.arguments(together, *flags, "--parallel.dp=2")
+    ended = Launched(tmp_path / "said", tell_trees, arguments).ended(LIMIT_S)
+    assert [one.code for one in ended] == [0, 0], ended[0].said + ended[1].said
+    assert "3 trees" in ended[0].said  # of the three pairs of a step
+    found, expected = weights(together), weights(alone)
+    for name, weight in found.items():
+        assert float((weight - expected[name]).norm() / expected[name].norm()) <= 1e-12, name
+
+
+def test_dropout_of_the_model_is_refused(tmp_path: Path) -> None:
+    """Its losses would be of other draws than the gradients."""
+    tiny = gpt2_run(tmp_path / "tiny", 0.1)
     flags = (*pair_flags(tiny, tmp_path), "--train.steps=2", "--train.epochs=null")
     arguments = tiny.arguments(tmp_path / "run", *flags, "--parallel.dp=2")
     ended = Launched(tmp_path / "said", run_command, arguments).ended(LIMIT_S)
