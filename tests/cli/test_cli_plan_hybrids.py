@@ -79,6 +79,13 @@ def test_a_plan_and_true_words(plan, name):
     assert bool(re.search(r", states \d", words)) == ("recurrent" in WORDS[name])
 
 
+@pytest.mark.parametrize(("name", "waits"), [("qwen3_next", True), ("deepseek_v3", False)])
+def test_groups_say_that_states_go_from_device_to_device(plan, name, waits):
+    code, said = plan(name, *QUICK, "--devices", "2", "--parallel.sp", "2")
+    assert code == 0, said
+    assert ("recurrent layers run on one device after the other" in " ".join(said.split())) == waits
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "given", "required"),
     [

@@ -226,10 +226,11 @@ def _layout_words(report: PlanReport) -> str:
     devices = f"{axes} = {count_words(_num_devices(plan), 'device')}{of_pool}"
     runs = [(height, len(list(equal))) for height, equal in groupby(plan.stages)]
     layers = ", ".join(f"{num} x {height}" if num > 1 else f"{height}" for height, num in runs)
+    passes_states = layout["sp"] > 1 and any(n.is_recurrent for n in report.model.shape.layers)
     return (
         f"{'one device' if is_alone(plan) else devices};"
         f" {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
-    )
+    ) + "; recurrent layers run on one device after the other of a group" * passes_states
 
 
 def _memory_words(report: PlanReport) -> str:
