@@ -14,15 +14,16 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.errors import ConfigError, UnsupportedModelError, in_short
 from furlong.kv.pools import Storage
 from furlong.models.attention import CACHE_ARGUMENTS, patched
 from furlong.models.decoder import DecoderOutput, HFDecoder
@@ -67,6 +68,7 @@ _REFUSED = {
 }  # fmt: skip
 
 _M = TypeVar("_M", bound=nn.Module)
+Reduction = Literal["sum", "mean"]
 
 
 def chunked(
@@ -78,6 +80,7 @@ def chunked(
     share_prompts: bool = True,
     ranks: Ranks | None = None,
     process_group: ProcessGroup | None = None,
+    reduction: Reduction = "sum",
 ) -> _M:
     """Make a model's forward run in chunks when gradients are needed; return the model.
 
@@ -94,13 +97,17 @@ def chunked(
     With `ranks` or a `process_group` all processes call the model together, those of a replica with
     the same batch, and make the same loss of its outputs. Gradients are those of the sum of all
     replicas' losses, also for the model's own head, whose whole weights are gathered in each call
-    of the model: nothing may average or add up gradients again. FSDP2 divides the weights.
+    of the model: nothing may average or add up gradients again. FSDP2 divides the weights. Trainers
+    that expect gradients as of `DistributedDataParallel` take `reduction="mean"`; accelerate then
+    leaves the model as it is.
 
     Args:
         options: Default: `keep="auto"`, which keeps as much as memory holds. Graphs are not kept
             (`num_retained` is 0).
         max_seq_len, storage, ranks, process_group: See `furlong.Engine`. In a pipeline each process
             has the whole model, of which it trains its stage.
+        reduction: With several replicas, whether gradients are those of the "sum" or of the "mean"
+            of their losses.
         share_prompts: Rows of a call with equal first tokens, at least a chunk of them, share their
             computation.
 
@@ -119,12 +126,19 @@ def chunked(
             source="the model passed to furlong.chunked",
             change="call furlong.chunked first, then what wraps the decoder",
         )
+    if reduction not in get_args(Reduction):
+        raise ConfigError(
+            given=f"reduction={in_short(repr(reduction), 60)}",
+            required="sum or mean",
+            source="the arguments of furlong.chunked",
+            change="mean gives the gradients of DistributedDataParallel",
+        )
     session = Session(
         model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage, is_entered=True,
         ranks=ranks, process_group=process_group,
     )  # fmt: skip
     _remove(decoder)
-    in_chunks = ChunkedForward(session, options, share_prompts)
+    in_chunks = ChunkedForward(session, options, share_prompts, reduction)
     decoder.__dict__[_FORWARD] = in_chunks
     decoder.__dict__["forward"] = MethodType(forward, decoder)
     hooks = [bare_model(model).register_forward_pre_hook(_with_labels, with_kwargs=True)]
@@ -138,6 +152,8 @@ def chunked(
     try:
         with session.call("the making of a chunked model", takes_autocast=autocast):
             run_on_all(session.ranks, lambda: _require_whole(session))
+        if session.ranks is not None:  # accelerate would put DDP around it
+            vars(model)["_is_accelerate_prepared"] = reduction == "mean"
     except BaseException:
         _remove(decoder)
         raise
@@ -230,6 +246,7 @@ class ChunkedForward:
     session: Session
     options: ChunkOptions
     share_prompts: bool
+    reduction: Reduction
     head: WholeHead = field(default_factory=WholeHead)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -261,8 +278,11 @@ class ChunkedForward:
                 self.session, read, self.options, None, share_prompts=self.share_prompts,
                 routers=bool(routers),
             )  # fmt: skip
-        if self.session.ranks is not None:
+        if (ranks := self.session.ranks) is not None:
             model = self.session.model
+            if self.reduction == "mean":
+                for own in (x for x in states if x.requires_grad):
+                    own.register_hook(partial(_divided, ranks.dp))  # type: ignore[no-untyped-call]
             num_outputs = len(states) - len(model.outside)
             self.head.put(model, states[num_outputs:])
             states = states[:num_outputs]
@@ -308,6 +328,10 @@ class ChunkedForward:
         if use_cache or caches:
             raise _refusal(decoder, "a cache together with gradients", "pass use_cache=False")
         return False
+
+
+def _divided(number: int, gradient: Tensor) -> Tensor:
+    return gradient / number
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from helpers.ranks import run_all, run_ranks
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import furlong
 from furlong.errors import ConfigError, DataError, ElsewhereError, FurlongError
@@ -205,6 +207,16 @@ def calls_between(rank: int) -> None:
         states.pow(2).sum().backward()
         assert model.lm_head.weight.grad is None
         model.zero_grad()
+    furlong.chunked(model, OPTIONS, ranks=ranks, reduction="mean")  # of two equal losses
+    found = gradients(model, batch, lambda output: square(output) * 2)
+    assert worst_relative_error(found, grads) < BOUND
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if not rank:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder, state_dict=state)
+            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+            weights = truth.state_dict()
+            assert all(torch.equal(x, weights[n]) for n, x in loaded.state_dict().items())
     ids = [{"input_ids": own, "labels": own} for own in batch["input_ids"]]
     engine.forward_backward(ids, OPTIONS)
     assert engine.clip_gradients(1.0) > 0
@@ -221,6 +233,8 @@ def refusals(rank: int) -> None:
     with pytest.raises(ConfigError if not rank else FurlongError, match="LlamaForCausalLM with la"):
         furlong.chunked(model, OPTIONS, ranks=make_ranks(1, 1, 2, "cpu"))
     ranks = make_ranks(1, 2, 1, "cpu")
+    with pytest.raises(ConfigError, match="reduction='avg'"):
+        furlong.chunked(llama(), OPTIONS, ranks=ranks, reduction="avg")
     with pytest.raises(ConfigError, match="ranks and a process_group"):
         furlong.chunked(llama(), OPTIONS, ranks=ranks, process_group=ranks.group)
     model = furlong.chunked(llama(), OPTIONS, ranks=ranks)

@@ -13,11 +13,13 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from helpers.byte_tokenizer import byte_tokenizer
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 
 import furlong
@@ -81,8 +83,9 @@ def pairs(num_pairs: int = 16) -> Dataset:
     )  # fmt: skip
 
 
-def compare(make: Callable[[Callable[[Any], Any]], Any]) -> None:
-    """The trainer that `make(of)` builds, with models as they are and behind the door."""
+def compare(make: Callable[[Callable[[Any], Any]], Any], *, divides: bool = False) -> None:
+    """The trainer that `make(of)` builds, with models as they are and behind the door. `divides`:
+    whether the weights are divided among all processes there."""
     torch.manual_seed(11)
     own, own_logs = _trained(make(lambda model: model))
     rows: list[int] = []
@@ -92,13 +95,16 @@ def compare(make: Callable[[Callable[[Any], Any]], Any]) -> None:
             rows.append(given[0].shape[1])
 
     def behind_the_door(model: Any) -> Any:
-        model = furlong.chunked(model, OPTIONS)
+        more: Any = {"process_group": dist.group.WORLD, "reduction": "mean"} if divides else {}
+        model = furlong.chunked(model, OPTIONS, **more)
         layer = model.get_decoder().layers[0]
         layer.register_forward_pre_hook(note_rows)
         return model
 
     torch.manual_seed(11)
-    found, logs = _trained(make(behind_the_door))
+    trainer = make(behind_the_door)
+    found, logs = _trained(trainer)
+    assert not divides or all(isinstance(p, DTensor) for p in trainer.model.parameters())
     assert len(rows) > 10 and max(rows) <= SIZE, "it did not go by the door"
     for name, x in own.items():
         assert float((found[name] - x).abs().max()) <= BOUND * max(1, float(x.abs().max())), name
@@ -124,10 +130,15 @@ def squared_errors(make: Callable[[Callable[[Any], Any], bool], Any]) -> tuple[f
     return float((found - truth).norm() ** 2), float((own - truth).norm() ** 2)
 
 
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    named = ((n, p.detach()) for n, p in trainer.model.named_parameters())
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in named}
+
+
 def _trained(trainer: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    start = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    start = weights_of(trainer)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log or "eval_loss" in log]
-    weights = {n: p.detach() for n, p in trainer.model.named_parameters()}
+    weights = weights_of(trainer)
     assert any(float((x - start[n]).abs().max()) > 1e-6 for n, x in weights.items())
     return weights, logs

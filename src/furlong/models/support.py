@@ -160,7 +160,7 @@ RefusalRule = tuple[Callable[[Any], object], str, str, str]
 the model has the fault, and fills `{}` in its words."""
 OTHER_FAMILY = "train a model of another family"
 _LOAD = "load it with AutoModelForCausalLM.from_pretrained"
-_WHOLE = "pass the model before it is sharded; Engine(ranks=...) does it"
+_WHOLE = "pass the model before it is sharded; Engine and chunked do it, given ranks=..."
 
 
 def _refuse(model: Any, rows: Sequence[RefusalRule]) -> None:
