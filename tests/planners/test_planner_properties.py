@@ -28,7 +28,7 @@ from furlong.plan.text import load_plan, save_plan
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.layouts import cut_layers
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders import plan_on_device, plan_two_phases
+from furlong.planners.orders import plan_on_device, plan_replica, plan_two_phases
 from furlong.planners.spaco import Sampling, sampled
 from furlong.simulate.clock import time_actions
 
@@ -125,7 +125,8 @@ def random_forks(rng):
 
 
 def trees(rng):
-    """Sequences that branch, among others, in either order of one device."""
+    """Sequences that branch, among others, in either order of one device, and on pools and in
+    pipelines."""
     found = [random_forks(rng) for _ in range(rng.randint(1, 3))]
     lens = [n for n, _ in found] + lengths(rng, most=3)
     forks = {i: own for i, (_, own) in enumerate(found) if own}
@@ -137,9 +138,11 @@ def trees(rng):
         dials["keep"] = rng.choice(KEEPS[:3])
         chosen = replace(options(rng), **dials)
         return plan_two_phases(lens, chosen, num_layers=num_layers, forks=forks)
-    chosen = replace(options(rng), **dials)
-    backward = rng.random() < 0.9
-    return plan_on_device(lens, chosen, num_layers=num_layers, forks=forks, backward=backward)
+    return plan_replica(
+        lens, replace(options(rng), **dials),
+        num_layers=num_layers, forks=forks, backward=rng.random() < 0.9,
+        stages=rng.choice(((), (1,) * num_layers)), sp_size=rng.choice((1, 2)),
+    )  # fmt: skip
 
 
 def ulysses(rng):
