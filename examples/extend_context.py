@@ -2,9 +2,9 @@
 
 python examples/extend_context.py
 
-A model is trained at 256 positions on the standard library's source files. Then its loss on
-held-out pieces of 1,024 tokens is measured: as it is, with YaRN, and after a few steps with YaRN at
-the new length (recipes/extend-context.yaml).
+A model is trained at 256 positions on the standard library's source files, and evaluated on
+held-out pieces of 1,024 tokens (data.eval with a max_seq_len of its own). `furlong rope` tries YaRN
+on them, untrained; then a few steps at the new length follow (recipes/extend-context.yaml).
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import quickstart
 
 SHORT, LONG = 256, 1024
-EDGES = (0, SHORT, 2 * SHORT, LONG)
 HOME = Path("runs/extend_context")
 YAML = Path(__file__).parents[1] / "recipes" / "extend-context.yaml"
-YARN = {"rope_type": "yarn", "factor": LONG / SHORT}
 # With few different tokens a small model soon learns to look back: where, its positions say.
 SHAPE = {"hidden_size": 96, "intermediate_size": 288, "max_position_embeddings": SHORT}
 VOCAB_SIZE = 512
-NUM_EVAL_SEQUENCES = 24
 
 
 def main() -> int:
@@ -36,20 +32,19 @@ def main() -> int:
     run = HOME / time.strftime("%Y%m%d-%H%M%S")
     prepare(run)
     short, long = run / "short" / "model", run / "long" / "model"
-    first = [f"--model.name={run}/start", "--model.init=random", "--model.rope=null"]
-    first += [f"--data.train={run}/data/short.jsonl", f"--data.max_seq_len={SHORT}"]
+    held_out = f"--data.eval=[{{path: {run}/data/eval.jsonl, max_seq_len: {LONG}, limit: 24}}]"
+    of_short = ["--model.rope=null", f"--data.max_seq_len={SHORT}", held_out]
+    first = [f"--model.name={run}/start", "--model.init=random", f"--out={run}/short"]
+    first += [f"--data.train={run}/data/short.jsonl", "--train.eval_every_steps=0"]
     first += ["--train.steps=450", "--train.sequences_per_step=16", "--train.lr=4e-3"]
-    then = [f"--model.name={short}", f"--data.train={run}/data/long.jsonl"]
-    if furlong(["train", str(YAML), *first, f"--out={run}/short"]) or not short.is_dir():
+    if furlong(["train", str(YAML), *of_short, *first]) or not short.is_dir():
         return 1
-    rows = {
-        f"trained at {SHORT} positions": losses_by_position(run, short),
-        "the same with YaRN": losses_by_position(run, short, YARN),
-    }
+    tried = [f"--model.name={short}", "--factors", "2", "4", f"--picture={run}/factors.png"]
+    if furlong(["rope", str(YAML), *of_short, *tried]):
+        return 1
+    then = [f"--model.name={short}", f"--data.train={run}/data/long.jsonl", held_out]
     if furlong(["train", str(YAML), *then, f"--out={run}/long"]) or not long.is_dir():
         return 1
-    rows[f"and 40 steps at {LONG:,}"] = losses_by_position(run, long)
-    show(rows)
     return 0
 
 
@@ -83,42 +78,6 @@ def read_texts(split: str) -> Iterator[str]:
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8") as lines:
         yield from map(json.loads, lines)
-
-
-def losses_by_position(run: Path, folder: Path, rope: dict[str, Any] | None = None) -> list[float]:
-    """Mean held-out loss of the tokens between two `EDGES`, in nats, through the same engine."""
-    import torch
-
-    import furlong
-    from furlong.models.build import build_model
-
-    model = build_model(str(folder), rope=rope).eval()
-    records = list(read_lines(run / "data" / "eval.jsonl"))[:NUM_EVAL_SEQUENCES]
-    ids = [torch.tensor(record["input_ids"]) for record in records]
-    # positions that it has never seen are what is measured: furlong refuses them otherwise
-    model.config.max_position_embeddings = max(LONG, model.config.max_position_embeddings)
-    result = furlong.forward_backward(
-        model,
-        [{"input_ids": tokens, "labels": tokens} for tokens in ids],
-        furlong.ChunkOptions(size=SHORT),
-        backward=False,
-    )
-    # Entry t is the loss of token t + 1; the last one has none.
-    losses = torch.stack(result.token_losses)[:, :-1].mean(0)
-    return [float(losses[max(0, start - 1) : stop - 1].mean()) for start, stop in pairwise(EDGES)]
-
-
-def show(rows: dict[str, list[float]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="held-out loss by position, nats")
-    table.add_column("model")
-    for start, stop in pairwise(EDGES):
-        table.add_column(f"{start:,} to {stop - 1:,}", justify="right")
-    for name, losses in rows.items():
-        table.add_row(name, *(f"{loss:.3f}" for loss in losses))
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ DATA: dict[str, list[Any]] = {
     "chats": [{"messages": TURNS}] * 4,
     "long_chats": [{"messages": [{"role": "user", "content": "q" * 400}, TURNS[1]]}] * 4,
     "long_texts": [{"text": "w" * 400}] * 4,
+    "books": [{"text": "w" * 1100}] * 2,
     "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4,
     "labelled": [{"prompt": "a", "completion": "b", "label": True},
                  {"prompt": "a", "completion": "c", "label": False}] * 2,
@@ -380,6 +381,13 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "plan": ("--lengths=1000", "--model.name=llama"),
         "plan of nothing": ("--model.name=llama", "--hardware=H100"),
     }
+    of_ropes = {
+        "pairs": pairs,
+        "another base": {"model.rope": {"rope_type": "default", "rope_theta": 1e6}},
+        "nothing longer": {"data.eval": "books"},
+    }
+    for name, keys in of_ropes.items():
+        yield f"rope: {name}", Run(keys, "rope")
     for name, flags in of_flags.items():
         yield f"flags: {name}", Run({}, name.split()[0], flags)
 

@@ -21,9 +21,9 @@ from furlong.errors import ConfigError, UserError
 from furlong.families import versions_in_words
 from furlong.train.stop import QuietEnd
 
-_VERBS = ("train", "plan", "lengths", "calibrate", "export", "verify", "convert")
+_VERBS = ("train", "plan", "lengths", "calibrate", "export", "verify", "convert", "rope")
 # Verbs whose result is their output.
-_PRINTED = ("plan", "lengths")
+_PRINTED = ("plan", "lengths", "rope")
 _HELP = """\
 usage: furlong VERB [...]
 
@@ -33,6 +33,7 @@ verbs:
   train RUN.yaml [--section.key=value ...]   train a model and export it; --resume goes on
   plan RUN.yaml|PLAN.json|RUN_FOLDER         choose the fastest plan that fits; show a plan
   lengths RUN.yaml|DATA... [--tokenizer T]   how long the sequences are: a table, a picture
+  rope RUN.yaml [--factors F ...]            which RoPE factor holds to which length, untrained
   calibrate [RUN.yaml]                       measure this machine, for predictions that hold
   export RUN_OR_CHECKPOINT [--merge]         write a checkpoint as a Hugging Face model
   verify [RUN.yaml]                          prove gradients and isolation in small

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -43,12 +43,18 @@ def set_allocators() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
+    return run_together(partial(_train, arguments))
+
+
+def run_together(act: Callable[[Processes], int]) -> int:
+    """Return the exit code of `act`, which gets the processes that were started together; only the
+    first one prints."""
     from furlong.train.processes import Processes, read_launch
 
     set_allocators()
     launch = read_launch()
     if launch.num_processes == 1:
-        return _train(arguments, Processes(launch))
+        return act(Processes(launch))
     # Processes exchange errors, so that a common one is printed once; this needs torch at once.
     if launch.is_first:
         tell_loading()
@@ -57,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     processes = None
     try:
         with speaker_only(launch.is_first), joined(launch) as processes:
-            return _train(arguments, processes)
+            return act(processes)
     except UserError as error:
         if launch.is_first or processes is None or not error.is_common:
             raise

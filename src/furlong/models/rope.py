@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -112,6 +112,43 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
         change = whole if likely else "mend or remove model.rope"
         required = "keys and values of model.rope that transformers accepts"
         raise refusal(f"model.rope = {in_yaml(given)}: {new[0]}", required, change, _SOURCE)
+
+
+def ropes_to_try(
+    config: Any, given: Mapping[str, Any], factors: Sequence[float], wanted: int
+) -> list[tuple[dict[str, Any] | None, float, int]]:
+    """Return (value of model.rope, its factor, positions of the model with it), the model's own
+    RoPE first, as None.
+
+    Args:
+        config: A transformers config of a model that `goes_beyond` its positions.
+        given: Keys of model.rope that all of them have. Without a `rope_type`, it is the model's
+            where that has a factor, else YaRN.
+        factors: The factors; if empty, the model's own is doubled until it has `wanted` positions.
+
+    Raises ConfigError if transformers refuses one of them.
+    """
+    text = config.get_text_config()
+    own, positions = _scaled_entries(text)[0], text.max_position_embeddings
+    kind = given.get("rope_type") or (_type_of(own) if own.get("factor") else "yarn")
+    original = given.get("original_max_position_embeddings")
+    factor = positions / _original_length(text, [own])
+    if kind == _type_of(own):
+        factor = own["factor"]
+    elif original:
+        factor = 1.0
+    ropes: list[tuple[dict[str, Any] | None, float, int]] = [(None, factor, positions)]
+
+    def add(factor: float) -> None:
+        rope, scaled = {**given, "rope_type": kind, "factor": factor}, deepcopy(config)
+        apply_rope(scaled, rope)
+        ropes.append((rope, factor, scaled.get_text_config().max_position_embeddings))
+
+    for other in sorted({*factors} - {factor}):
+        add(other)
+    while not factors and (len(ropes) == 1 or ropes[-1][2] < wanted):
+        add(2 * ropes[-1][1])
+    return ropes
 
 
 def check_length(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -28,7 +29,7 @@ from furlong.data.loader import (
 )
 from furlong.data.stream import SharedBlocks, StreamSet
 from furlong.kv.pools import Storage
-from furlong.models.build import build_model
+from furlong.models.build import build_model, check_model
 from furlong.models.decoder import HFDecoder
 from furlong.models.fused import keep_written
 from furlong.models.new_tokens import require_one_place
@@ -37,16 +38,19 @@ from furlong.models.support import bare_model, is_sharded
 from furlong.planners.decide import Decision, division_in_words, share_of
 from furlong.planners.layouts import replicate_of
 from furlong.planners.options import option_values, value_in_words
+from furlong.planners.search import BatchPlans
 from furlong.planners.setup import given_options
 from furlong.planners.spaco import sampling_in_words
 from furlong.report.text import weights_words
 from furlong.runtime.distributed.mesh import Ranks, gpu_of, make_ranks, ranks_given
 from furlong.runtime.session import divide
+from furlong.simulate.predict import step_s as predicted_s
+from furlong.train.batches import BatchEngine
 from furlong.train.checkpoints import ModelSize
 from furlong.train.kernels import put_kernels
-from furlong.train.processes import Launch, Processes
+from furlong.train.processes import Launch, Processes, group_of_one
 from furlong.train.run_folder import Checkpoint
-from furlong.train.run_model import OPTION_NAMES, new_rows_of, rope_of, step_size
+from furlong.train.run_model import OPTION_NAMES, RunModel, new_rows_of, rope_of, step_size
 from furlong.units import format_bytes, format_count
 
 
@@ -77,6 +81,24 @@ def engine_of(
         compute_dtype=getattr(torch, config.model.dtype), offload_weights=offload_weights,
     )  # fmt: skip
     return processes.together(make)
+
+
+def batch_engine_of(
+    config: RunConfig, model: Any, run_model: RunModel, decision: Decision, longest_tokens: int,
+    storage: Storage, ranks: Ranks | None, processes: Processes,
+    alternatives: BatchPlans | None = None, tree_tokens: int = 0,
+) -> BatchEngine:  # fmt: skip
+    """Return the `BatchEngine` of this process, as `engine_of` makes its engine. All processes must
+    call this together. `alternatives`, `tree_tokens`: see `BatchEngine`."""
+    engine = engine_of(
+        config, model, longest_tokens, storage, ranks, processes,
+        offload_weights=decision.offload_weights,
+    )  # fmt: skip
+    cost = run_model.cost
+    # without a cost model, balance the tokens of replicas
+    work = (lambda seq_lens: seq_lens) if cost is None else cost.sequence_seconds
+    seconds = (lambda plan: 0.0) if cost is None else partial(predicted_s, cost)
+    return BatchEngine(engine, processes, work, decision.stages, alternatives, seconds, tree_tokens)
 
 
 def storage_beside(storage: Storage, cost: CostModel | None, decision: Decision) -> Storage:
@@ -110,6 +132,38 @@ def division(
     dtype = getattr(torch, config.model.dtype)
     share = partial(divide, ranks=ranks, compute_dtype=dtype, offload=offload_weights)
     return lambda model: share(HFDecoder(model, max_seq_len=longest_tokens))
+
+
+def read_model(
+    stack: ExitStack, config: RunConfig, decision: Decision, longest_tokens: int,
+    device: torch.device, processes: Processes,
+) -> tuple[Any, Ranks | None]:  # fmt: skip
+    """Return this process's model as `decision` says, read, on its device and sharded, and its
+    `Ranks`. All processes must call this together. `stack`: closes the process group of a single
+    process."""
+    offloads, layers = decision.offload_weights, None
+    if offloads:
+        stack.enter_context(group_of_one())
+    ranks = ranks_of(config, decision, device)
+    if ranks is not None and ranks.pp > 1:  # the layers of this stage
+        first = sum(decision.stages[: ranks.stage])
+        layers = range(first, first + decision.stages[ranks.stage])
+    divide = division(config, longest_tokens, ranks, offload_weights=offloads)
+    place = torch.device("cpu") if offloads else device
+    model = processes.together(
+        partial(build_run_model, config, layers, divide=divide, device=place)
+    )
+    return processes.together(partial(placed, config, model, device, divide)), ranks
+
+
+def check_run_model(config: RunConfig) -> None:
+    """Raise UserError if the run's model cannot be trained; print the changes of its config."""
+    settings = config.model
+    check_model(
+        settings.name, revision=settings.revision, init=settings.init,
+        quantize=settings.quantize, has_adapters=settings.lora is not None,
+        changes=settings.config, rope=rope_of(config), max_seq_len=config.data.max_seq_len,
+    )  # fmt: skip
 
 
 def build_run_model(
@@ -194,7 +248,7 @@ def with_kernels(config: RunConfig, model: Any, device: torch.device) -> Any:
     return model
 
 
-def _dated(settings: DataConfig, tokenizer: Any, day: str | None = None) -> DataConfig:
+def dated(settings: DataConfig, tokenizer: Any, day: str | None = None) -> DataConfig:
     """Return the data settings. If the tokenizer's chat template prints a date, the returned
     settings contain a date: that of `settings`, else `day`, else today."""
     if DATE not in str(tokenizer.chat_template):
@@ -226,16 +280,14 @@ def load_splits(
         shared: Opens the folder of shared stream blocks; None if each process reads for itself.
     """
     data: dict[str, Any] = {}
-    settings = _dated(settings, tokenizer, day)
+    settings = dated(settings, tokenizer, day)
     load = partial(load_data, tokenizer=tokenizer, format=format, is_compared=is_compared)
     if settings.streaming:
         data["train"] = StreamSet(settings, tokenizer, seed=seed, say=say, shared=shared)
     else:
         data["train"] = load(settings.train, settings=settings, key="data.train")
-    for length, sources in settings.eval_by_length.items():
-        name = "eval" if length == settings.max_seq_len else f"eval {length}"
-        longer = settings.model_copy(update={"max_seq_len": length})
-        data[name] = load(sources, settings=longer, key="data.eval")
+    for length, held_out in load_held_out(settings, load).items():
+        data["eval" if length == settings.max_seq_len else f"eval {length}"] = held_out
     if settings.eval_share:
         data["train"], data["eval"] = data["train"].split_off(settings.eval_share, seed)
     said = [*data["train"].describe()]
@@ -246,6 +298,17 @@ def load_splits(
         said += [] if settings.streaming else describe_shared(data["train"], held_out)
     print(*said, sep="\n")
     return data
+
+
+def load_held_out(settings: DataConfig, load: Callable[..., DataSet]) -> dict[int, DataSet]:
+    """Return the data sets of `data.eval` by their maximum number of tokens. `load`: `load_data`
+    with a tokenizer."""
+    return {
+        length: load(
+            sources, settings=settings.model_copy(update={"max_seq_len": length}), key="data.eval"
+        )
+        for length, sources in settings.eval_by_length.items()
+    }
 
 
 def shared_blocks(config: RunConfig, processes: Processes) -> Callable[[], SharedBlocks] | None:

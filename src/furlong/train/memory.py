@@ -55,7 +55,7 @@ class UsedMemory:
     """Measures training memory. Create it once weights and optimizer states are allocated."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer,
+        self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer | None,
         device: torch.device, *, budget_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """`device`: the compute device. `budget_bytes`: limit for `check`, used on a CPU only."""
@@ -65,7 +65,11 @@ class UsedMemory:
         self.budget_bytes = budget_bytes if self._on_cpu else None  # CUDA runs out by itself
         self._base_bytes = 0
         if self._on_cpu:
-            states = [state_tensors(optimizer, parameter) for parameter in optimizer.state]
+            states = (
+                [state_tensors(optimizer, parameter) for parameter in optimizer.state]
+                if optimizer
+                else []
+            )
             tensors = [*held, *(x for own in states for x in own.values())]
             counted = [*map(local, tensors), *(scale for p in held for scale in scales_of(p))]
             give_back_memory(self.device)  # else freed memory would hide later growth

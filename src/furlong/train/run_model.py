@@ -321,18 +321,26 @@ def _uncounted(
             source="chunks.method",
             change="leave chunks.method out",
         )
-    layout = layout_of(config.parallel, model.launch.num_processes)
-    if layout.pp > 1:
-        given.setdefault("order", "chunk-first")
     if objective_of(config.train).in_two_phases(model.launch.num_processes):
         given.setdefault("keep", "kv")
     words = f"by the fixed rule, for the model's work cannot be counted: {model.uncounted}"
+    decision = fixed_decision(config, given, model, config.data.max_seq_len)
     if _are_all(given) and config.memory.device == "auto":
-        words = ""
-    options = fixed_options(config.data.max_seq_len, given)
+        return decision
+    return replace(decision, words=words)
+
+
+def fixed_decision(
+    config: RunConfig, given: dict[str, Any], model: RunModel, longest: int
+) -> Decision:
+    """Return options and layout for sequences of at most `longest` tokens, without a search. A
+    pipeline sets the order in `given`."""
+    layout = layout_of(config.parallel, model.launch.num_processes)
+    if layout.pp > 1:
+        given.setdefault("order", "chunk-first")
+    options, away = fixed_options(longest, given), bool(offloads_weights(config.offload))
     stages = model.even_stages(layout)
-    away = bool(offloads_weights(config.offload))
-    return Decision(options, words, layout=layout, stages=stages, offload_weights=away)
+    return Decision(options, "", layout=layout, stages=stages, offload_weights=away)
 
 
 def _are_all(given: Mapping[str, Any]) -> bool:

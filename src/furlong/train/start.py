@@ -33,18 +33,24 @@ def open_run(
     launch, a package, a path or the run folder is invalid.
     """
     launch = processes.launch
-    if launch.num_processes > 1:
-        facts = config.model_dump(mode="json") | versions()
-        require_equal(
-            processes, facts, "the command lines, run files and packages of the processes"
-        )
-    processes.together(partial(_check, config, launch.num_processes))
-
+    check_start(config, processes)
     return processes.from_first(
         lambda: open_run_folder(
             stack, config, resume=resume or launch.attempt > 0, num_processes=launch.num_processes
         )
     )
+
+
+def check_start(config: RunConfig, processes: Processes) -> None:
+    """Check a run before torch is imported. Raises UserError, on all processes, if the launch, a
+    package or a path is invalid."""
+    num_processes = processes.launch.num_processes
+    if num_processes > 1:
+        facts = config.model_dump(mode="json") | versions()
+        require_equal(
+            processes, facts, "the command lines, run files and packages of the processes"
+        )
+    processes.together(partial(_check, config, num_processes))
 
 
 def check_alone() -> None:

@@ -29,15 +29,14 @@ from furlong.data.stream import StreamSet
 from furlong.data.tokenize import tokenizer_of
 from furlong.errors import DataError
 from furlong.files import write_json
-from furlong.models.build import check_model, export_model, exported_names, weights_fingerprint
+from furlong.models.build import export_model, exported_names, weights_fingerprint
 from furlong.planners.options import ChunkOptions
 from furlong.report.patience import patience
 from furlong.runtime.batch import require_type
 from furlong.runtime.profile import peak_memory_bytes
 from furlong.runtime.rng import RNGState
-from furlong.simulate.predict import step_s as predicted_s
 from furlong.train import build, checkpoints
-from furlong.train.batches import BatchEngine, drawn_share, step_options
+from furlong.train.batches import drawn_share, step_options
 from furlong.train.card import Pushes, model_card, open_repository
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, draw_share, evaluate
 from furlong.train.memory import Fitting, UsedMemory
@@ -60,7 +59,7 @@ from furlong.train.optim import (
     set_rate,
     warmup_steps_of,
 )
-from furlong.train.processes import ALONE, Processes, command_like, group_of_one, require_equal
+from furlong.train.processes import ALONE, Processes, command_like, require_equal
 from furlong.train.progress import Cadence, HeldOut, Progress, progress_of
 from furlong.train.reference import reference_fingerprint, referenced
 from furlong.train.run_folder import (
@@ -97,7 +96,6 @@ from furlong.train.run_model import (
     has_other_base,
     longest_of,
     new_rows_of,
-    rope_of,
     step_size,
     storage_of,
 )
@@ -187,12 +185,7 @@ class Trainer:
         def check() -> tuple[torch.device, Storage, RunModel, Any]:
             device = build.device_of(launch)
             storage = storage_of(config, device, num_local=launch.num_local)
-            settings = config.model
-            check_model(
-                settings.name, revision=settings.revision, init=settings.init,
-                quantize=settings.quantize, has_adapters=settings.lora is not None,
-                changes=settings.config, rope=rope_of(config), max_seq_len=config.data.max_seq_len,
-            )  # fmt: skip
+            build.check_run_model(config)
             model = RunModel.read(config, device, launch)
             if run.checkpoint is not None:
                 check_architecture(run.checkpoint, model.architecture)
@@ -274,18 +267,9 @@ class Trainer:
     def _build_model(self, stack: ExitStack) -> None:
         config, processes, decision = self.config, self.processes, self.decision
         torch.manual_seed(config.train.seed + processes.launch.number)
-        offloads, layers = decision.offload_weights, None
-        if offloads:
-            stack.enter_context(group_of_one())
-        ranks = build.ranks_of(config, decision, self.device)
-        if ranks is not None and ranks.pp > 1:  # the layers of this stage
-            first = sum(decision.stages[: ranks.stage])
-            layers = range(first, first + decision.stages[ranks.stage])
-        divide = build.division(config, self.longest_tokens, ranks, offload_weights=offloads)
-        place = torch.device("cpu") if offloads else self.device
-        read = partial(build.build_run_model, config, layers, divide=divide, device=place)
-        placed = partial(build.placed, config, processes.together(read), self.device, divide)
-        self.model = processes.together(placed)
+        self.model, ranks = build.read_model(
+            stack, config, decision, self.longest_tokens, self.device, processes
+        )
         before = {} if self.run.checkpoint is None else self.run.checkpoint.state
         frozen = checkpoints.base_fingerprint(  # checkpoints do not contain frozen weights
             self.model, processes, like=before.get("base_fingerprint")
@@ -299,22 +283,16 @@ class Trainer:
                 like=before.get("reference"),
             )  # fmt: skip
             alternatives = None  # their plans know no weights of sequences
-        engine = build.engine_of(
-            config, self.model, self.longest_tokens, self.storage, ranks, processes,
-            offload_weights=offloads,
-        )  # fmt: skip
-        for split in self.data.values():
-            processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
-        cost = self.run_model.cost
-        # without a cost model, balance the tokens of replicas
-        work = (lambda seq_lens: seq_lens) if cost is None else cost.sequence_seconds
-        seconds = (lambda plan: 0.0) if cost is None else partial(predicted_s, cost)
         # a tree that is no longer than a sequence needs no more memory than was planned for
         longest = self.train_data.longest if self.objective.unit_size > 1 else 0
-        self.engine = BatchEngine(
-            engine, processes, work, decision.stages, alternatives, seconds, longest
-        )
+        self.engine = build.batch_engine_of(
+            config, self.model, self.run_model, decision, self.longest_tokens, self.storage, ranks,
+            processes, alternatives, longest,
+        )  # fmt: skip
         stack.callback(self.engine.close)
+        engine, cost = self.engine.engine, self.run_model.cost
+        for split in self.data.values():
+            processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
         size = checkpoints.model_size(engine, processes)
         build.announce(config, size, decision, self.device, self.storage, self.num_steps, cost)
         state_bytes: float = 2 * size.trained_bytes
