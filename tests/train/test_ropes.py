@@ -146,7 +146,7 @@ def test_the_rope_that_is_named_holds_to_the_end(
         for factor, rises in losses.items()
     ]  # fmt: skip
     assert told in chosen_rope(tried, 90)
-    assert len(format_ropes(tried, 90).splitlines()) == 1 + len(tried)
+    assert len(format_ropes(tried, 90).splitlines()) == 2 + len(tried)
 
 
 def llama(positions: int, **rope: Any) -> LlamaConfig:

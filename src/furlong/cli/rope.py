@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,10 @@ def _show(arguments: Sequence[str], processes: Processes) -> int:
 def _parse(arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
     usage = "furlong rope [RUN.yaml] [--factors F ...] [--picture FILE] [--section.key=value ...]"
     parser = FlagParser(
-        "rope", takes="RUN.yaml --factors 2 4", description=_DESCRIPTION, usage=usage
+        "rope",
+        takes="RUN.yaml, and --factors 2 4 or others of 1 or more",
+        description=_DESCRIPTION,
+        usage=usage,
     )
     parser.add_argument("file", nargs="?", help="run file (YAML or JSON)")
     parser.add_argument(
@@ -65,7 +69,7 @@ def _parse(arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
 
 
 def _factor(text: str) -> float:
-    factor = float(text)
-    if not 1 <= factor < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: a factor is a number of 1 or more")
-    return factor
+    with suppress(ValueError):
+        if 1 <= (factor := float(text)) < float("inf"):
+            return factor
+    raise argparse.ArgumentTypeError(f"{text}: a factor is a number of 1 or more")

@@ -126,9 +126,10 @@ def chosen_rope(tried: Sequence[TriedRope], longest: int) -> str:
     holding = [x for x in others if x.beyond.rises_from is None and x.positions >= longest]
     if holding:
         best = min(holding, key=lambda each: each.mean)
+        why = ", of those that do with the lowest mean loss" * (len(holding) > 1)
         return (
-            f"factor {best.name} holds to {longest:,} tokens, with the lowest mean loss; write into"
-            f" the run file:\nmodel.rope: {in_yaml(best.rope)}"
+            f"factor {best.name} holds to {longest:,} tokens{why}; write into the"
+            f" run file:\nmodel.rope: {in_yaml(best.rope)}"
         )
     furthest = max(tried, key=lambda each: (each.beyond.rises_from or longest, -each.mean))
     reached = furthest.beyond.rises_from or longest
