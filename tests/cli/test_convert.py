@@ -36,6 +36,7 @@ QLORA = TUNE.replace("lora_llama3_8b", "qlora_llama3_8b")
 ADAM = TUNE.replace("torch.AdamW", "torch.optim.Adam")
 CHAT = AXOLOTL.replace("completion", "chat_template")
 CLM = "--model_name_or_path M --train_file t.json --learning_rate 1e-4"
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 1e-3}
 DROPOUT = {"attention_dropout": 0.1}
 SLICE = CHAT.replace("a/b", "json, data_files: [d.jsonl], split: 'train[:50%]'")
 MIXTURE = TRL.replace("dataset_name: a/b\n", "") + "dataset_mixture: {datasets: [{id: a/b, "
@@ -290,6 +291,11 @@ def made(folder: Path, text: str, *, name: str = "", command: int | None = None)
         (ADAM, "train.weight_decay", 0.0),
         (TUNE, "train.weight_decay", 0.01),
         (FACTORY + "template: qwen3", "data.chat_template", "qwen3"),
+        (FACTORY + 'add_tokens: "<a>,<b>"', "model.new_tokens", ["<a>", "<b>"]),
+        (AXOLOTL + 'tokens: ["<a>", "<b>"]', "model.new_tokens", ["<a>", "<b>"]),
+        (SWIFT + "--new_special_tokens '<a>' '<b>'", "model.new_tokens", ["<a>", "<b>"]),
+        (FACTORY + "moe_aux_loss_coef: 0.001", "model.config", ROUTED),
+        (SWIFT + "--router_aux_loss_coef 1e-3", "model.config", ROUTED),
     ],
 )
 def test_values_are_those_that_the_recipe_comes_to(
@@ -324,7 +330,10 @@ def test_values_are_those_that_the_recipe_comes_to(
         (FACTORY + "trust_remote_code: true", "trust_remote_code", "lost"),
         (FACTORY + "pref_beta: 0.2", "pref_beta", "refused"),
         (SWIFT + "--rope_scaling yarn", "rope_scaling", "refused"),
-        (SWIFT + "--router_aux_loss_coef 1e-3", "router_aux_loss_coef", "refused"),
+        (SWIFT + "--router_aux_loss_coef 0", "router_aux_loss_coef", "needless"),
+        (SWIFT + "--moe_aux_loss_coeff 1e-3", "moe_aux_loss_coeff", "refused"),
+        (SWIFT + "--new_special_tokens tokens.txt", "new_special_tokens", "refused"),
+        (FACTORY + "resize_vocab: true", "resize_vocab", "needless"),
         (SWIFT + "--learning_rate ${NOT_SET}", "learning_rate", "refused"),
         (AXOLOTL + "gradient_accumulation_steps: auto", "gradient_accumulation_steps", "refused"),
         (TRL + "dataset_text_field: [1]", "dataset_text_field", "refused"),
@@ -541,6 +550,21 @@ def test_a_model_at_hand_says_what_it_cannot(tmp_path: Path) -> None:
         config = {"model_type": kind, "vision_config": {}}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert convert(recipe, 1).verdicts["model_name_or_path"].kind == verdict
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ("", {"output_router_logits": True}),
+        ("router_aux_loss_coef: 0.0\n", None),
+        ("router_aux_loss_coef: 0.001\n", ROUTED),
+        ("loss_type: ipo\n", None),
+    ],
+)
+def test_the_router_loss_of_trl_is_taken(tmp_path: Path, more: str, found: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"router_aux_loss_coef": 0.02}))
+    conversion = made(tmp_path, TRL.replace("M\n", f"{tmp_path}\n") + more)
+    assert conversion.run.get("model.config") == found
 
 
 def test_a_file_of_deepspeed_beside_the_recipe_is_read(tmp_path: Path) -> None:

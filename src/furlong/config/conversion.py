@@ -246,6 +246,7 @@ def _finish(made: Conversion) -> None:
         del made.run["data.too_long"]  # there is no limit
     if made.recipe.dialect == "ms-swift" and "train.lr" not in made.run:
         made.run["train.lr"] = 1e-4 if "model.lora.rank" in made.run else 1e-5
+    _add_router_loss(made)
     is_axolotl = made.recipe.dialect == "axolotl"
     if is_axolotl and "pretraining_dataset" in made.given.get("data.train", ()):
         # it streams texts, and cuts them into windows if it packs
@@ -835,6 +836,41 @@ def _special_tokens(made: Conversion, target: str, given: _Given) -> Any:
     return _refused("name new tokens in model.new_tokens") if tokens else verdict
 
 
+def _new_tokens(made: Conversion, target: str, given: _Given) -> Any:
+    found: list[str] = []
+    for value in given.values():
+        listed = value.split(",") if isinstance(value, str) else value
+        found += [token.strip() for token in listed]
+    if files := [token for token in found if token.endswith(".txt")]:
+        return _refused(f"name the tokens of {files[0]} in model.new_tokens")
+    if "model.lora.rank" in made.run or "model.lora" in made.given:
+        made.remarks[target] = "their rows are trained beside adapters; others leave them as drawn"
+    return made.take(target, found)
+
+
+def _router_loss(made: Conversion, target: str, given: _Given) -> Any:
+    if not (coefficient := float(made.last(given))):
+        return _needless("no router loss is added")
+    own = {"output_router_logits": True, "router_aux_loss_coef": coefficient}
+    made.run[target] = made.run.get(target, {}) | own
+    made.remarks[target] = "the loss takes all sequences of a step as one batch"
+    return Verdict("ours", target)
+
+
+def _add_router_loss(made: Conversion) -> None:
+    """Add the router loss that TRL adds to a mixture of experts unless its recipe says 0."""
+    is_said = made.recipe.dialect != "TRL" or "router_aux_loss_coef" in made.recipe.keys
+    config = _config_at_hand(made.run.get("model.name")) or made.known_config
+    if is_said or not config.get("router_aux_loss_coef"):
+        return
+    if made.run.get("train.loss", "sft") != "sft":
+        made.remarks["train.loss"] = "TRL adds the model's router loss, which only sft has here"
+        return
+    own = made.run.get("model.config", {})
+    made.run["model.config"] = {"output_router_logits": True} | own
+    made.remarks["model.config"] = "TRL adds the model's router loss, of each device's batch"
+
+
 def _template(made: Conversion, target: str, given: _Given) -> Any:
     from importlib.resources import files
 
@@ -1238,6 +1274,8 @@ _SOURCES: dict[str, Callable[[Conversion, _Given], list[dict[str, Any]]]] = {
 }
 _BY_TARGET: dict[str, Callable[[Conversion, str, _Given], Any]] = {
     "model.name": _model,
+    "model.new_tokens": _new_tokens,
+    "model.config": _router_loss,
     "model.dtype": _dtype,
     "model.quantize": _quantize,
     "model.lora": _adapters,
