@@ -132,7 +132,7 @@ def beyond(*rises: float) -> Beyond:
             {1: (0, 1, 1, 1), 2: (0, 0, 0, 0), 4: (0, -0.1, 0, 0), 8: (-1, -1, 0, 1)},
             "model.rope: {rope_type: yarn, factor: 4}",
         ),
-        ({1: (1, 1, 1, 1), 2: (0, 1, 1, 1), 4: (0, 0, 1, 1)}, "factor 4 holds furthest, to 70"),
+        ({1: (1, 1, 1, 1), 2: (0, 1, 1, 1), 4: (0, 0, 1, 1)}, "4 holds furthest, to 70"),
     ],
 )
 def test_the_rope_that_is_named_holds_to_the_end(

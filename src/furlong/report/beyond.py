@@ -127,15 +127,17 @@ def chosen_rope(tried: Sequence[TriedRope], longest: int) -> str:
     if holding:
         best = min(holding, key=lambda each: each.mean)
         why = ", of those that do with the lowest mean loss" * (len(holding) > 1)
+        cost = best.beyond.spans[-1].trained_loss - own.beyond.spans[-1].trained_loss
         return (
-            f"factor {best.name} holds to {longest:,} tokens{why}; write into the"
-            f" run file:\nmodel.rope: {in_yaml(best.rope)}"
+            f"factor {best.name} holds to {longest:,} tokens{why}; untrained, it adds {cost:.3f}"
+            " to the loss of trained positions; write into the run file:"
+            f"\nmodel.rope: {in_yaml(best.rope)}"
         )
     furthest = max(tried, key=lambda each: (each.beyond.rises_from or longest, -each.mean))
     reached = furthest.beyond.rises_from or longest
     return (
-        f"none of these factors holds to {longest:,} tokens and has so many positions; factor"
-        f" {furthest.name} holds furthest, to {reached:,}: try others (--factors), or train on"
+        f"no factor holds to {longest:,} tokens and gives as many positions; {furthest.name}"
+        f" holds furthest, to {reached:,}: try others (--factors), or train on"
         " sequences of that length"
     )
 
