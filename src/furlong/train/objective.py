@@ -60,6 +60,10 @@ class Objective:
     def check(self, config: RunConfig, num_processes: int) -> None:
         """Raise ConfigError for settings that the loss does not support, before data is read."""
 
+    def check_model(self, *, adds_router_loss: bool) -> None:
+        """Raise ConfigError for a model that the loss does not support, before anything is
+        computed."""
+
     def compute(
         self,
         engine: BatchEngine,
@@ -160,6 +164,15 @@ class AnswerLoss(Objective):
                 change="remove chunks.sample",
             )
 
+    def check_model(self, *, adds_router_loss: bool) -> None:
+        if adds_router_loss:
+            raise ConfigError(
+                given=f"train.loss: {self.name} and a model with output_router_logits: true",
+                required="no router loss: it is defined beside the cross-entropy of a batch",
+                source="train.loss, and the model's config.json or model.config",
+                change="set model.config: {output_router_logits: false}",
+            )
+
     def num_terms(self, batch: TrainBatch) -> int:
         return len(batch.sequences) // 2
 
@@ -174,13 +187,6 @@ class AnswerLoss(Objective):
     ) -> StepResult:
         """Compute the loss as `Objective.compute` does. The result's `loss_sum` is the sum of loss
         terms."""
-        if engine.engine.adds_router_loss:
-            raise ConfigError(
-                given=f"train.loss: {self.name} and a model with output_router_logits: true",
-                required="no router loss: it is defined beside the cross-entropy of a batch",
-                source="train.loss, and the model's config.json or model.config",
-                change="set model.config: {output_router_logits: false}",
-            )
         if engine.is_alone:
             return self._alone(engine, batch, options, backward, watch)
         import torch

@@ -291,6 +291,7 @@ class Trainer:
         )  # fmt: skip
         stack.callback(self.engine.close)
         engine, cost = self.engine.engine, self.run_model.cost
+        self.objective.check_model(adds_router_loss=engine.adds_router_loss)
         for split in self.data.values():
             processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
         size = checkpoints.model_size(engine, processes)

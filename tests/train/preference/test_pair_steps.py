@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copy
 
 import pytest
 import torch
 from helpers.faults import fail_at
 from helpers.pair_runs import pair_flags
-from helpers.tiny_families import build
+from helpers.tiny_families import build, config_of
 from helpers.tiny_runs import TinyRun
 from safetensors.torch import load_file
 
@@ -48,6 +49,23 @@ def test_a_step_that_does_not_fit(
     (found, size), (expected, _) = final(tmp_path / "large"), final(tmp_path / "small")
     assert size == 64
     assert worst_relative_error(found, expected) <= 1e-12
+
+
+def test_a_router_loss_is_refused_before_the_reference_is_computed(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(
+        "mixtral", output_router_logits=True, vocab_size=320, max_position_embeddings=512
+    )
+    model = tmp_path / "model"
+    config.save_pretrained(model)
+    for file in (tiny_run.folder / "model").glob("*token*"):
+        copy(file, model)
+    flags = (*pair_flags(tiny_run, tmp_path), *STEPS, f"--model.name={model}")
+    assert main(tiny_run.arguments(tmp_path / "run", *flags, "--model.init=random")) == 2
+    said = capsys.readouterr().err
+    assert "model.config: {output_router_logits: false}" in said
+    assert "the reference: " not in said
 
 
 def test_weights_of_sequences() -> None:
