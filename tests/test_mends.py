@@ -435,6 +435,7 @@ ELSEWHERE = {
     "kv/disk.py: make room there": f"{_NEEDS}a full disk",
     "kv/pools.py: the system refuses": "a warning",
     "models/build.py: name the model": f"{_NEEDS}an adapter of peft",
+    "models/build.py: name the tokens": "followed in tests/train/test_new_token_runs.py",
     "models/build.py: remove what shapes": f"{_NEEDS}weights",
     "models/decoder.py: name the checkpoint": _PYTHON,
     "models/decoder.py: use parallel": _SP,

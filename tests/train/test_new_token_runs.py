@@ -83,7 +83,9 @@ def test_a_whole_model_has_the_rows(run: TinyRun, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_train_the_rows_and_merge(run: TinyRun, tmp_path: Path) -> None:
+def test_adapters_train_the_rows_and_merge(
+    run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ("--model.lora.rank=4", "--train.save_every_steps=1")
     folder = trained(run, tmp_path / "run", *flags)
     with signal_after(1):
@@ -107,6 +109,13 @@ def test_adapters_train_the_rows_and_merge(run: TinyRun, tmp_path: Path) -> None
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "all", dtype=torch.float32)
     torch.testing.assert_close(logits(merged, ids), logits(adapted, ids), rtol=1e-5, atol=1e-5)
     assert merged.config.vocab_size == base.config.vocab_size
+    # a run that goes on from the adapter begins with its rows
+    goes_on = trained(run, tmp_path / "more", f"--model.lora.adapter={folder}", "--train.lr=1e-12")
+    for name, weight in load_file(goes_on / ADAPTER_WEIGHTS).items():
+        torch.testing.assert_close(weight, whole[name], msg=name)
+    data, adapter = f"--data.train={tmp_path / 'new.jsonl'}", f"--model.lora.adapter={folder}"
+    assert main(run.arguments(tmp_path / "no", data, adapter, "--train.epochs=1")) == 2
+    assert "model.new_tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow

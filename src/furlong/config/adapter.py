@@ -18,7 +18,7 @@ _KEYS = {
 _PLAIN = {
     "bias": "none", "init_lora_weights": True, "fan_in_fan_out": False, "lora_bias": False,
     "use_qalora": False, "megatron_config": None, "layer_replication": None,
-    "trainable_token_indices": None, "alora_invocation_tokens": None, "use_bdlora": None,
+    "alora_invocation_tokens": None, "use_bdlora": None,
     "arrow_config": None, "kasa_config": None, "velora_config": None, "monteclora_config": None,
     "lora_ga_config": None, "corda_config": None, "eva_config": None,
 }  # fmt: skip

@@ -299,7 +299,13 @@ def load_adapter(model: Any, adapter: str, *, is_whole: bool) -> None:
     try:
         found = set_peft_model_state_dict(model, load_file(file))
         kinds = (".lora_", ".modules_to_save.", ".trainable_tokens_delta")
-        lacking = [n for n in found.missing_keys if any(kind in n for kind in kinds)]
+        named = dict(model.named_parameters(remove_duplicate=False))
+        # of two names of one weight, as of rows in a tied head, a file has one
+        given = {id(x) for name, x in named.items() if name not in found.missing_keys}
+        lacking = [
+            n for n in found.missing_keys
+            if any(kind in n for kind in kinds) and id(named.get(n)) not in given
+        ]  # fmt: skip
         odd = lacking or (found.unexpected_keys if is_whole else [])
         what = (
             f"{len(odd)} weights that the other does not know, {odd[0]} among them" if odd else ""
@@ -333,6 +339,12 @@ def merge_adapters(model: Any) -> Any:
                 config.tie_word_embeddings = False
         base.all_tied_weights_keys = {}
     return model.merge_and_unload()
+
+
+def _rows_of(indices: Any) -> list[int]:
+    """Return the rows in peft's `trainable_token_indices`, which are those of each weight in it."""
+    listed = indices.values() if isinstance(indices, Mapping) else [indices or ()]
+    return sorted({row for rows in listed for row in rows})
 
 
 def _adapted(model: Any, lora: dict[str, Any]) -> Any:
@@ -370,8 +382,18 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
         parameters = [name for name in parameters if not layers[name]]
     settings.target_modules, settings.target_parameters = targets, list(parameters) or None
     settings.modules_to_save = list(saved) or None
-    if (rows := lora.get("new_rows")) is not None:
-        settings.trainable_token_indices = token_indices(model, rows, saved) or None
+    rows = lora.get("new_rows")
+    own = {} if rows is None else token_indices(model, rows, saved)
+    if adapter and (there := _rows_of(settings.trainable_token_indices)) != _rows_of(own):
+        raise model_error(
+            f"{adapter}, which trains {len(there)} rows of tokens, for a run of"
+            f" {len(_rows_of(own))} new tokens",
+            "rows of the same tokens",
+            "name the tokens of its run in model.new_tokens, in its order; or merge it into the"
+            " model and name that",
+            "model.lora.adapter and model.new_tokens",
+        )
+    settings.trainable_token_indices = own or None
     towers = [name for name, module in model.named_modules() if isinstance(module, Carried)]
     if away := [*towers, *adapted_elsewhere(model)]:
         # a pattern, so that peft passes over their layers in the whole checkpoint, too
