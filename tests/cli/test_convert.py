@@ -330,6 +330,7 @@ def test_values_are_those_that_the_recipe_comes_to(
         (FACTORY + "trust_remote_code: true", "trust_remote_code", "lost"),
         (FACTORY + "pref_beta: 0.2", "pref_beta", "refused"),
         (SWIFT + "--rope_scaling yarn", "rope_scaling", "refused"),
+        (INSTRUCT + "dpo_beta: 5\nrouter_aux_loss_coef: 1", "router_aux_loss_coef", "refused"),
         (SWIFT + "--router_aux_loss_coef 0", "router_aux_loss_coef", "needless"),
         (SWIFT + "--moe_aux_loss_coeff 1e-3", "moe_aux_loss_coeff", "refused"),
         (SWIFT + "--new_special_tokens tokens.txt", "new_special_tokens", "refused"),
@@ -562,9 +563,24 @@ def test_a_model_at_hand_says_what_it_cannot(tmp_path: Path) -> None:
     ],
 )
 def test_the_router_loss_of_trl_is_taken(tmp_path: Path, more: str, found: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"router_aux_loss_coef": 0.02}))
-    conversion = made(tmp_path, TRL.replace("M\n", f"{tmp_path}\n") + more)
-    assert conversion.run.get("model.config") == found
+    config, text = {"router_aux_loss_coef": 0.02}, TRL.replace("M\n", f"{tmp_path}\n") + more
+    for own in (config, {"text_config": config}):
+        (tmp_path / "config.json").write_text(json.dumps(own))
+        assert made(tmp_path, text).run.get("model.config") == found
+    named = made(tmp_path, TRL.replace("M\n", "Qwen/Qwen3-30B-A3B\n") + more)
+    assert ("model.name" in named.remarks) == ("router_aux_loss_coef" not in more)
+
+
+def test_new_tokens_beside_adapters(tmp_path: Path) -> None:
+    """LLaMA-Factory then trains the embedding and the head whole; axolotl leaves new rows alone."""
+    key, lora = "model.lora.modules_to_save", FACTORY.replace("full", "lora")
+    for more in ('add_tokens: "<a>"', "resize_vocab: true"):
+        assert made(tmp_path, lora + more).run[key] == ["embed_tokens", "lm_head"]
+    assert key not in made(tmp_path, lora).run
+    whole = made(tmp_path, FACTORY + 'add_tokens: "<a>"')
+    assert key not in whole.run and "adapters" not in whole.remarks["model.new_tokens"]
+    other = made(tmp_path, AXOLOTL + 'adapter: lora\ntokens: ["<a>"]')
+    assert key not in other.run and "adapters" in other.remarks["model.new_tokens"]
 
 
 def test_a_file_of_deepspeed_beside_the_recipe_is_read(tmp_path: Path) -> None:

@@ -247,6 +247,7 @@ def _finish(made: Conversion) -> None:
     if made.recipe.dialect == "ms-swift" and "train.lr" not in made.run:
         made.run["train.lr"] = 1e-4 if "model.lora.rank" in made.run else 1e-5
     _add_router_loss(made)
+    _finish_new_tokens(made)
     is_axolotl = made.recipe.dialect == "axolotl"
     if is_axolotl and "pretraining_dataset" in made.given.get("data.train", ()):
         # it streams texts, and cuts them into windows if it packs
@@ -843,32 +844,56 @@ def _new_tokens(made: Conversion, target: str, given: _Given) -> Any:
         found += [token.strip() for token in listed]
     if files := [token for token in found if token.endswith(".txt")]:
         return _refused(f"name the tokens of {files[0]} in model.new_tokens")
-    if "model.lora.rank" in made.run or "model.lora" in made.given:
-        made.remarks[target] = "their rows are trained beside adapters; others leave them as drawn"
     return made.take(target, found)
+
+
+def _finish_new_tokens(made: Conversion) -> None:
+    """Say how rows of new tokens begin, and let those weights train that LLaMA-Factory trains whole
+    beside adapters once it resizes the vocabulary."""
+    key, is_adapted = "model.lora.modules_to_save", "model.lora.rank" in made.run
+    adds = "model.new_tokens" in made.run
+    resizes = made.recipe.dialect == "LLaMA-Factory" and (adds or made.value("resize_vocab"))
+    if is_adapted and resizes and key not in made.run:
+        made.run[key] = ["embed_tokens", "lm_head"]
+        made.remarks[key] = "LLaMA-Factory trains both where it resizes the vocabulary"
+    if adds:
+        remark = "each row begins as the mean of the others"
+        if is_adapted and key not in made.run:
+            remark += ", and trains beside adapters; others leave it as they draw it"
+        made.remarks["model.new_tokens"] = remark
 
 
 def _router_loss(made: Conversion, target: str, given: _Given) -> Any:
     if not (coefficient := float(made.last(given))):
         return _needless("no router loss is added")
+    if not made.is_sft:
+        return _refused("only sft has a router loss")
     own = {"output_router_logits": True, "router_aux_loss_coef": coefficient}
     made.run[target] = made.run.get(target, {}) | own
     made.remarks[target] = "the loss takes all sequences of a step as one batch"
     return Verdict("ours", target)
 
 
+_ROUTED = r"(?i)qwen[\w.-]*-a\d+b|mixtral|gpt-oss|olmoe"
+
+
 def _add_router_loss(made: Conversion) -> None:
     """Add the router loss that TRL adds to a mixture of experts unless its recipe says 0."""
-    is_said = made.recipe.dialect != "TRL" or "router_aux_loss_coef" in made.recipe.keys
-    config = _config_at_hand(made.run.get("model.name")) or made.known_config
-    if is_said or not config.get("router_aux_loss_coef"):
+    if made.recipe.dialect != "TRL" or "router_aux_loss_coef" in made.recipe.keys:
         return
-    if made.run.get("train.loss", "sft") != "sft":
-        made.remarks["train.loss"] = "TRL adds the model's router loss, which only sft has here"
+    name, setting = str(made.run.get("model.name")), "output_router_logits"
+    config = _config_at_hand(name)
+    config = config.get("text_config") or config
+    if not config and re.search(_ROUTED, name):
+        made.remarks["model.name"] = f"TRL adds its router loss: add --model.config.{setting}=true"
+    if not config.get("router_aux_loss_coef"):
         return
-    own = made.run.get("model.config", {})
-    made.run["model.config"] = {"output_router_logits": True} | own
-    made.remarks["model.config"] = "TRL adds the model's router loss, of each device's batch"
+    if made.is_sft:
+        made.run["model.config"] = {setting: True} | made.run.get("model.config", {})
+        made.remarks["model.config"] = "TRL adds the model's router loss, of each device's batch"
+    else:
+        found = [made.remarks.get("train.loss"), "TRL adds a router loss, which only sft has here"]
+        made.remarks["train.loss"] = "; ".join(filter(None, found))
 
 
 def _template(made: Conversion, target: str, given: _Given) -> Any:
