@@ -885,7 +885,8 @@ def _add_router_loss(made: Conversion) -> None:
     config = _config_at_hand(name)
     config = config.get("text_config") or config
     if not config and re.search(_ROUTED, name):
-        made.remarks["model.name"] = f"TRL adds its router loss: add --model.config.{setting}=true"
+        flag = f"--model.config={{{setting}: true}}"
+        made.remarks["model.name"] = f"TRL adds its router loss: add {flag}"
     if not config.get("router_aux_loss_coef"):
         return
     if made.is_sft:
