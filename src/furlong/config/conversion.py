@@ -879,9 +879,10 @@ _ROUTED = r"(?i)qwen[\w.-]*-a\d+b|mixtral|gpt-oss|olmoe"
 
 def _add_router_loss(made: Conversion) -> None:
     """Add the router loss that TRL adds to a mixture of experts unless its recipe says 0."""
-    if made.recipe.dialect != "TRL" or "router_aux_loss_coef" in made.recipe.keys:
-        return
     name, setting = str(made.run.get("model.name")), "output_router_logits"
+    is_said = "router_aux_loss_coef" in made.recipe.keys
+    if made.recipe.dialect != "TRL" or is_said or setting in made.run.get("model.config", {}):
+        return
     config = _config_at_hand(name)
     config = config.get("text_config") or config
     if not config and re.search(_ROUTED, name):
