@@ -383,17 +383,18 @@ def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     settings.target_modules, settings.target_parameters = targets, list(parameters) or None
     settings.modules_to_save = list(saved) or None
     rows = lora.get("new_rows")
-    own = {} if rows is None else token_indices(model, rows, saved)
-    if adapter and (there := _rows_of(settings.trainable_token_indices)) != _rows_of(own):
+    indices = {} if rows is None else token_indices(model, rows, saved)
+    here, there = map(_rows_of, (indices, settings.trainable_token_indices))
+    if adapter and here != there:
         raise model_error(
             f"{adapter}, which trains {len(there)} rows of tokens, for a run of"
-            f" {len(_rows_of(own))} new tokens",
+            f" {len(here)} new tokens",
             "rows of the same tokens",
             "name the tokens of its run in model.new_tokens, in its order; or merge it into the"
             " model and name that",
             "model.lora.adapter and model.new_tokens",
         )
-    settings.trainable_token_indices = own or None
+    settings.trainable_token_indices = indices or None
     towers = [name for name, module in model.named_modules() if isinstance(module, Carried)]
     if away := [*towers, *adapted_elsewhere(model)]:
         # a pattern, so that peft passes over their layers in the whole checkpoint, too
