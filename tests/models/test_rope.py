@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from copy import deepcopy
 from pathlib import Path
@@ -124,6 +125,35 @@ def test_layers_with_a_window_keep_their_own() -> None:
     assert num_positions(config) == 8 * SHORT
 
 
+def test_linear_positions_are_those_after_the_scaling() -> None:
+    """Gemma 3 has 131,072 positions with the factor 8."""
+    for rope_type in ("linear", "yarn"):
+        config = Gemma3TextConfig(
+            max_position_embeddings=8 * SHORT, rope_scaling={"rope_type": "linear", "factor": 8.0}
+        )
+        apply_rope(config, {"rope_type": rope_type, "factor": 16.0})
+        assert num_positions(config) == 16 * SHORT
+
+
+def test_an_attention_factor_that_follows_from_the_factor_follows_the_new_one() -> None:
+    """OLMo 3's config writes it out."""
+    for own, kept in ((0.1 * math.log(4) + 1, False), (1.5, True)):
+        config = scaled("yarn", **YARN, attention_factor=own)
+        apply_rope(config, {"rope_type": "yarn", "factor": 4.0})
+        assert config.rope_parameters["attention_factor"] == own
+        apply_rope(config, {"rope_type": "yarn", "factor": 8.0})
+        assert ("attention_factor" in config.rope_parameters) == kept
+        apply_rope(config, {"rope_type": "yarn", "factor": 16.0, "attention_factor": 1.25})
+        assert config.rope_parameters["attention_factor"] == 1.25
+
+
+def test_frequencies_of_a_part_of_each_head_stay() -> None:
+    """Gemma 4's heads have other sizes in layers with full attention, too."""
+    with pytest.raises(ConfigError, match="type proportional") as error:
+        apply_rope(AutoConfig.for_model("gemma4_text"), CHANGES["yarn"])
+    assert error.value.change == "remove model.rope"
+
+
 def test_phi3_keeps_its_original_length_beside_its_rope() -> None:
     config = Phi3Config(
         hidden_size=32, num_attention_heads=4, max_position_embeddings=64,
@@ -225,8 +255,10 @@ def test_the_type_of_the_model_reaches_further(tmp_path: Path) -> None:
     del llama3["rope_type"]
     assert reached(scaled("llama3", 16 * SHORT, **llama3), 32 * SHORT) == [of("llama3", 16)]
     # Vicuna counts the positions before its scaling, Together those behind it
-    assert reached(scaled("linear", SHORT, factor=4.0), 128) == [of("linear", 16), of("linear", 4)]
-    assert reached(scaled("linear", SHORT, factor=4.0), 250)[1] == of("linear", 8)
+    before = {"original_max_position_embeddings": SHORT}
+    both = [of("linear", 16), of("linear", 4) | before]
+    assert reached(scaled("linear", SHORT, factor=4.0), 128) == both
+    assert reached(scaled("linear", SHORT, factor=4.0), 250)[1] == of("linear", 8) | before
     vicuna = scaled("linear", SHORT, factor=4.0)
     vicuna.max_sequence_length = 128
     assert reached(vicuna, 128) == [of("linear", 4)]
@@ -236,7 +268,8 @@ def test_the_type_of_the_model_reaches_further(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
     both = [of("yarn", 16), {"rope_type": "default"}]
     assert reached(scaled("default", SHORT), 512, str(tmp_path)) == both
-    assert reached(scaled("linear", SHORT, factor=4.0), 99, str(tmp_path)) == [of("linear", 4)]
+    linear = reached(scaled("linear", SHORT, factor=4.0), 99, str(tmp_path))
+    assert linear == [of("linear", 4) | before]
 
 
 def test_what_transformers_would_refuse_is_not_named() -> None:

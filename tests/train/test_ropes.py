@@ -177,7 +177,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             llama(1600, original_max_position_embeddings=100, **LLAMA3), {"rope_type": "yarn"},
             (), 3200, [(16, 1600), (32, 3200)],
         ),
-        (llama(400, rope_type="linear", factor=4.0), {}, (), 900, [(4, 400), (8, 3200)]),
+        (llama(400, rope_type="linear", factor=4.0), {}, (), 900, [(4, 400), (8, 800), (16, 1600)]),
     ],
 )  # fmt: skip
 def test_factors_are_those_of_the_run_file(

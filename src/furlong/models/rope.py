@@ -18,10 +18,13 @@ from typing import Any
 from unittest.mock import patch
 
 from furlong.errors import ConfigError, in_yaml, refusal
+from furlong.families import for_all_layers
 from furlong.files import read_object
 from furlong.models.asked import positions_of, rope_entries
 
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
+_REPLACED = ("default", "linear", "dynamic", *_WITH_ORIGINAL_LENGTH)
+"""RoPE types that `apply_rope` may replace: they rotate the same dimensions of each head."""
 _LIKELY = {"factor": 4, "low_freq_factor": 1, "high_freq_factor": 4}
 """Most common values of keys that a RoPE type requires, to suggest for a missing key."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
@@ -53,6 +56,12 @@ def goes_beyond(config: Any) -> bool:
     return bool(entries) and is_static and positions_of(config) == "rotary"
 
 
+def takes_rope(config: Any) -> bool:
+    """Whether `apply_rope` can change the RoPE of a model that has one. Gemma 4's "proportional"
+    pads the frequencies of a part of each head; other types would compute too few."""
+    return {*map(_type_of, _scaled_entries(config.get_text_config()))} <= {*_REPLACED}
+
+
 def switching_lengths(config: Any) -> list[int]:
     """Return the lengths up to which longrope uses its short factors, one per layer type."""
     text = config.get_text_config()
@@ -63,13 +72,15 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
     """Change the RoPE of a transformers config and its number of positions, in place.
 
     Some keys that `rope` lacks keep the model's values: `rope_theta`, `partial_rotary_factor` and,
-    if `rope` has the model's RoPE type, all others. Sliding-window layers with a separate RoPE keep
-    it, since distances in them do not grow.
+    if `rope` has the model's RoPE type, all others; an `attention_factor` that is inferred from the
+    model's factor follows the new one. Sliding-window layers with a separate RoPE keep it, since
+    distances in them do not grow.
 
     With a factor, the model then has `factor` times its positions before any scaling. If the RoPE
     type stays, it has at least its present positions times the ratio of new to old factor. Without
     a factor, it has at least its present positions and `max_seq_len`. Raises ConfigError for a
-    model without RoPE, and if transformers refuses the new RoPE or warns of it.
+    model without RoPE or whose RoPE it does not take (`takes_rope`), and if transformers refuses
+    the new RoPE or warns of it.
     """
     text = config.get_text_config()
     given: dict[str, Any] = {
@@ -81,6 +92,10 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
     if not changed or positions_of(text) != "rotary":
         given_type = f"model.rope for a model of type {text.model_type}, which has no RoPE"
         required = "a model that rotates queries and keys"
+        raise refusal(given_type, required, "remove model.rope", _SOURCE)
+    if not takes_rope(config):
+        given_type = f"model.rope for a model with RoPE of type {_type_of(changed[0])}"
+        required = f"a model with RoPE of type {', '.join(_REPLACED)}"
         raise refusal(given_type, required, "remove model.rope", _SOURCE)
     known, before = _complaints(text), num_positions(config) or 0
     original = int(given.get("original_max_position_embeddings") or _original_length(text, changed))
@@ -94,14 +109,20 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
         positions = max(before, max_seq_len or 0)
     if given["rope_type"] in _WITH_ORIGINAL_LENGTH:
         given["original_max_position_embeddings"] = original
+    elif given["rope_type"] == "linear":  # transformers knows no original length of this type
+        given.pop("original_max_position_embeddings", None)
     if given["rope_type"] == "longrope":
         given.setdefault("factor", positions / original)
     for entry in changed:
         kept = {k: v for k, v in entry.items() if v is not None and (is_own_type or k in _KEPT)}
+        if factor != own_factor and _is_inferred(kept):
+            del kept["attention_factor"]
         entry.clear()
         entry.update(kept | given)
     text.max_position_embeddings = positions
-    if getattr(text, "head_dim", 0) is None:  # Mixtral's, which transformers' YaRN multiplies by
+    if (
+        for_all_layers(text, "head_dim", 0) is None
+    ):  # Mixtral's, which transformers' YaRN multiplies by
         text.head_dim = text.hidden_size // text.num_attention_heads
     if hasattr(text, "original_max_position_embeddings"):
         text.original_max_position_embeddings = original  # takes precedence over rope_parameters
@@ -199,15 +220,39 @@ def _type_of(entry: Mapping[str, Any]) -> str:
     return str(entry.get("rope_type", "default"))
 
 
-def _original_length(text: Any, entries: list[dict[str, Any]]) -> int:
-    """Return the number of positions that the model has without any scaling by RoPE."""
-    lengths = [entry.get("original_max_position_embeddings") for entry in entries]
-    own = getattr(text, "original_max_position_embeddings", None)
-    return next((int(n) for n in (own, *lengths) if n), text.max_position_embeddings)
+def _is_inferred(entry: Mapping[str, Any]) -> bool:
+    """Whether the `attention_factor` of a RoPE of type yarn is what transformers infers from the
+    factor: 0.1 ln(factor) + 1."""
+    given, factor = entry.get("attention_factor"), entry.get("factor")
+    is_yarn = _type_of(entry) == "yarn" and bool(given and factor)
+    return is_yarn and math.isclose(given, 0.1 * math.log(factor) + 1, rel_tol=1e-4)  # type: ignore[arg-type]
 
 
 _LENGTHS = ("model_max_length", "max_sequence_length", "seq_length")
 """Keys, besides `max_position_embeddings`, that name the length a model was trained for."""
+
+
+def _original_length(text: Any, entries: list[dict[str, Any]]) -> int:
+    """Return the number of positions that the model has without any scaling by RoPE.
+
+    transformers keeps none for `linear`. There the longest length that the config names is the one
+    after the scaling: Gemma 3's positions, Vicuna's `max_sequence_length`."""
+    lengths = [entry.get("original_max_position_embeddings") for entry in entries]
+    own = getattr(text, "original_max_position_embeddings", None)
+    if known := next((int(n) for n in (own, *lengths) if n), None):
+        return known
+    positions = int(text.max_position_embeddings)
+    if _type_of(entries[0]) != "linear":
+        return positions
+    scaled = max(positions, _named_length(vars(text)))
+    return max(1, int(scaled / (entries[0].get("factor") or 1)))
+
+
+def _named_length(values: Mapping[str, Any]) -> int:
+    """Return the longest length that a config names besides its positions; 0 if there is none."""
+    # a model_max_length of a billion or more means that the tokenizer has no limit
+    named = (values.get(key) for key in _LENGTHS)
+    return max((n for n in named if isinstance(n, int) and n < 10**9), default=0)
 
 
 def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> list[str]:
@@ -220,11 +265,7 @@ def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> l
     factor = own.get("factor") or positions / original
     raised = {"rope_type": rope_type, "factor": float(math.ceil(factor * wanted / positions))}
     named = read_object(file, source=str(file), change="mend it") if file.is_file() else {}
-    # a model_max_length of a billion or more means that the tokenizer has no limit
-    by_config, by_tokenizer = (
-        any(isinstance(n := files.get(key), int) and wanted <= n < 10**9 for key in _LENGTHS)
-        for files in (vars(text), named)
-    )
+    by_config, by_tokenizer = (wanted <= _named_length(values) for values in (vars(text), named))
     ropes: list[tuple[dict[str, Any], str]] = [(raised, "")]
     if alpha := own.get("alpha"):  # Hunyuan's larger base, which it calls dynamic
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -237,6 +278,8 @@ def _reaching(config: Any, positions: int, wanted: int, source: str | None) -> l
             ropes = [*([] if by_config else ropes), ({"rope_type": rope_type}, why)]
     elif rope_type == "linear":  # its positions may be those before or those after the scaling
         less = raised | {"factor": max(factor, more)}
+        if not by_config:
+            less["original_max_position_embeddings"] = positions
         why = f" if its {positions:,} positions are those before that scaling"
         ropes = [(less, "")] if by_config or by_tokenizer else [(raised, ""), (less, why)]
     elif wanted <= factor * original:

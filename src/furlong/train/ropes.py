@@ -20,7 +20,7 @@ from furlong.errors import ConfigError
 from furlong.kv.pools import Storage
 from furlong.models.build import read_config
 from furlong.models.folder import check_folder
-from furlong.models.rope import goes_beyond, num_positions, ropes_to_try
+from furlong.models.rope import goes_beyond, num_positions, ropes_to_try, takes_rope
 from furlong.planners.setup import given_options
 from furlong.report.beyond import Beyond, TriedRope, beyond_in_words
 from furlong.report.patience import patience
@@ -85,9 +85,9 @@ def _check(config: RunConfig, whole: Any, known: dict[str, Any]) -> int:
     elif known.get("rope_type") in ("default", "longrope"):
         given, required = f"model.rope of type {known['rope_type']}", "a type with one factor"
         change = "set model.rope: {rope_type: yarn}, or remove model.rope"
-    elif not goes_beyond(whole) or not num_positions(whole):
+    elif not goes_beyond(whole) or not num_positions(whole) or not takes_rope(whole):
         given = f"{config.model.name}, a model of type {whole.get_text_config().model_type}"
-        required = "RoPE whose angles depend on the position alone (no longrope, no dynamic)"
+        required = "RoPE of type default, linear, yarn or llama3"
         change = "choose a model with such RoPE"
     if change:
         raise ConfigError(given=given, required=required, source="furlong rope", change=change)
