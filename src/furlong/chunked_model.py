@@ -147,6 +147,10 @@ def chunked(
             model.register_forward_pre_hook(in_chunks.head.enter),
             model.register_forward_hook(in_chunks.head.leave, always_call=True),
         ]
+        inside, refuse = {*decoder.modules()}, partial(_refuse_by_itself, decoder)
+        for module in bare_model(model).modules():
+            if module not in inside and any(x is not None for x in module._parameters.values()):
+                hooks.append(module.register_forward_pre_hook(refuse))
     decoder.__dict__[_HOOKS] = hooks
     autocast = session.ranks is None
     try:
@@ -214,13 +218,19 @@ class WholeHead:
     def __init__(self) -> None:
         self._stack: ExitStack | None = None
 
-    def enter(self, *_: Any) -> None:
+    @property
+    def is_entered(self) -> bool:
+        """Whether the model's forward runs."""
+        return self._stack is not None
+
+    def enter(self, model: nn.Module, *_: Any) -> None:
         """Forward pre-hook of the model."""
-        self.leave()
+        self.leave(model)
         self._stack = ExitStack()
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, model: nn.Module, *_: Any) -> None:
         """Forward hook of the model."""
+        end_forward(unwrapped(model))  # an error may have left it begun
         if self._stack is not None:
             self._stack.close()
         self._stack = None
@@ -461,6 +471,24 @@ def _with_labels(
     ):  # fmt: skip
         raise padding_read("a loss")
     return (), given
+
+
+def _refuse_by_itself(decoder: Any, module: nn.Module, _: Any) -> None:
+    """Forward pre-hook of modules outside the decoder, on several processes: refuse a call outside
+    of the model's, in which neither whole weights would be put in nor gradients be added up."""
+    in_chunks: ChunkedForward | None = decoder.__dict__.get(_FORWARD)
+    if in_chunks is None or in_chunks.head.is_entered or in_chunks.session.state.is_inside:
+        return
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            given=f"a {type(module).__name__} outside the decoder, called by itself on several "
+            "processes",
+            required="calls of the whole model, which gather such weights and add up gradients",
+            source="a call of a part, or of the forward, of a model that furlong.chunked has "
+            "changed",
+            change="call the model itself, model(...), or a head of your own, whose gradients you "
+            "add up",
+        )
 
 
 def _refusal(decoder: Any, what: str, change: str, why: str | None = None) -> ConfigError:

@@ -250,6 +250,15 @@ def refusals(rank: int) -> None:
     with pytest.raises(ConfigError, match="of replica 0"):
         model(**batch_of(rank, 0), use_cache=False)
     assert not take_grads(model)
+    with pytest.raises(ConfigError, match="a Linear outside"):
+        model.forward(**batch_of(0, 0), use_cache=False)
+    states = model.model(**batch_of(0, 0), use_cache=False).last_hidden_state
+    with pytest.raises(ConfigError, match="outside the decoder, called by itself"):
+        model.lm_head(states[:, -2:])
+    assert not take_grads(model)
+    dpo(model, model, batch_of(0, 0)).backward()  # as before
+    assert model.lm_head.weight.grad is not None
+    model.zero_grad()
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="put into a model whose weights are divided"):
         adapted(**batch_of(0, 0), use_cache=False)
