@@ -11,7 +11,7 @@ original forward, and so do copies of the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import require_two_phases
 from furlong.runtime.batch import ShiftedSequence, require_type
 from furlong.runtime.distributed.consensus import run_on_all
-from furlong.runtime.distributed.fsdp import end_forward, passed_over
+from furlong.runtime.distributed.fsdp import end_forward, passed_over, reshard
 from furlong.runtime.distributed.mesh import Ranks
 from furlong.runtime.hf_batches import IMPLIED, labels_of_padding, padding_read, read_padded
 from furlong.runtime.session import Session
@@ -137,21 +137,16 @@ def chunked(
         model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage, is_entered=True,
         ranks=ranks, process_group=process_group,
     )  # fmt: skip
-    _remove(decoder)
-    in_chunks = ChunkedForward(session, options, share_prompts, reduction)
-    decoder.__dict__[_FORWARD] = in_chunks
-    decoder.__dict__["forward"] = MethodType(forward, decoder)
-    hooks = [bare_model(model).register_forward_pre_hook(_with_labels, with_kwargs=True)]
-    if session.ranks is not None:
-        hooks += [
-            model.register_forward_pre_hook(in_chunks.head.enter),
-            model.register_forward_hook(in_chunks.head.leave, always_call=True),
-        ]
-        inside, refuse = {*decoder.modules()}, partial(_refuse_by_itself, decoder)
-        for module in bare_model(model).modules():
-            if module not in inside and any(x is not None for x in module._parameters.values()):
-                hooks.append(module.register_forward_pre_hook(refuse))
-    decoder.__dict__[_HOOKS] = hooks
+    if reduction == "mean" and session.ranks is not None and session.ranks.pp > 1:
+        raise ConfigError(
+            given=f'reduction="mean" with {session.ranks.pp} pipeline stages',
+            required="a loop of your own: trainers of others clip and save each stage by itself",
+            source="the arguments of furlong.chunked",
+            change="divide the loss by ranks.dp, and clip with "
+            "furlong.Engine(model, ranks=ranks).clip_gradients(max_norm)",
+        )
+    former: ChunkedForward | None = decoder.__dict__.get(_FORWARD)
+    _install(decoder, ChunkedForward(session, options, share_prompts, reduction))
     autocast = session.ranks is None
     try:
         with session.call("the making of a chunked model", takes_autocast=autocast):
@@ -160,14 +155,26 @@ def chunked(
             vars(model)["_is_accelerate_prepared"] = reduction == "mean"
     except BaseException:
         _remove(decoder)
+        if former is not None:
+            _install(decoder, former)
         raise
     return model
 
 
 def unchunked(model: _M) -> _M:
-    """Restore the decoder's original forward; return the model."""
-    inside = [module for module in model.modules() if _FORWARD in module.__dict__]
+    """Restore the decoder's original forward; return the model. Raises ConfigError for a model that
+    several processes train."""
+    inside: list[Any] = [module for module in model.modules() if _FORWARD in module.__dict__]
     for decoder in inside or [_decoder(model)]:  # also in models that `chunked` would refuse now
+        in_chunks: ChunkedForward | None = decoder.__dict__.get(_FORWARD)
+        if in_chunks is not None and in_chunks.session.ranks is not None:
+            raise ConfigError(
+                given=f"a model that {in_chunks.session.ranks.num_processes} processes train",
+                required="a model that this process has whole: the original forward would train "
+                "nothing of divided weights, or one stage alone",
+                source="a call of furlong.unchunked",
+                change="save the weights and load the model again",
+            )
         _remove(decoder)
     return model
 
@@ -190,6 +197,25 @@ def _decoder(model: nn.Module) -> nn.Module:
             change="pass the language model inside it",
         )
     return decoder_of(bare)
+
+
+def _install(decoder: Any, in_chunks: ChunkedForward) -> None:
+    """Put a forward in chunks into the decoder, and its hooks into the model."""
+    _remove(decoder)
+    model: nn.Module = in_chunks.session.given
+    bare = bare_model(model)
+    hooks = [bare.register_forward_pre_hook(_with_labels, with_kwargs=True)]
+    if in_chunks.session.ranks is not None:
+        hooks += [
+            model.register_forward_pre_hook(in_chunks.head.enter),
+            model.register_forward_hook(in_chunks.head.leave, always_call=True),
+        ]
+        inside, refuse = {*decoder.modules()}, partial(_refuse_by_itself, decoder)
+        for module in bare.modules():
+            if module not in inside and any(x is not None for x in module._parameters.values()):
+                hooks.append(module.register_forward_pre_hook(refuse))
+    decoder.__dict__[_FORWARD], decoder.__dict__[_HOOKS] = in_chunks, hooks
+    decoder.__dict__["forward"] = MethodType(forward, decoder)
 
 
 def _remove(decoder: Any) -> None:
@@ -217,6 +243,8 @@ class WholeHead:
 
     def __init__(self) -> None:
         self._stack: ExitStack | None = None
+        self.reads_padding = False
+        """Whether the call of the model has labels that padding would predict."""
 
     @property
     def is_entered(self) -> bool:
@@ -234,6 +262,13 @@ class WholeHead:
         if self._stack is not None:
             self._stack.close()
         self._stack = None
+
+    def behind(self, call: Callable[[], None]) -> None:
+        """Make a call when the model's forward ends; at once, outside of it."""
+        if self._stack is None:
+            call()
+        else:
+            self._stack.callback(call)
 
     def remove(self) -> None:
         """Take the weights of an earlier call of the decoder out."""
@@ -264,13 +299,23 @@ class ChunkedForward:
 
     def __call__(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
         given = _named(decoder, args, kwargs)
-        if self.is_plain(decoder, given):
+        if self.session.state.is_inside:  # furlong's own
             return type(decoder).forward(decoder, *args, **kwargs)
+        trains = self.wants_gradients(given)
+        if not trains and self.is_plain(decoder, given):
+            return self._whole(
+                decoder, given, lambda: type(decoder).forward(decoder, *args, **kwargs)
+            )
         self.head.remove()
         end_forward(unwrapped(self.session.given))  # the model's own, which encloses this call
         cells: list[int] = []
+        reads_padding, self.head.reads_padding = self.head.reads_padding, False
 
         def read() -> list[ShiftedSequence]:
+            if reads_padding:
+                raise padding_read("a loss")
+            if trains:
+                _refuse_caches(decoder, given)
             _refuse_unknown(decoder, given)
             sequences, cells[:] = read_padded(
                 given["input_ids"], given.get("attention_mask"), given.get("position_ids"),
@@ -318,26 +363,41 @@ class ChunkedForward:
         with self.session.call("a call of a chunked model", takes_autocast=True):
             return self.session.records()
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether this process's model holds layers that another stage has trained."""
+        ranks = self.session.ranks
+        return ranks is not None and ranks.pp > 1 and self.session.state.trained_layers is not None
+
     def is_plain(self, decoder: Any, given: Mapping[str, Any]) -> bool:
-        """Whether to call the original forward: for furlong's own calls, and for calls without
-        gradients that use or make a KV cache."""
-        if self.session.state.is_inside:
+        """Whether to call the original forward, for a call without gradients: if it uses or makes a
+        KV cache."""
+        if _caches(given) or given.get("input_ids") is None:
             return True
-        use_cache = given.get("use_cache")
-        caches = _caches(given)
-        if not self.wants_gradients(given):
-            # in train mode a cache counts only if `use_cache` asks for it
-            makes = _makes_cache(decoder, given) and not (use_cache is None and decoder.training)
-            return makes or bool(caches) or given.get("input_ids") is None
-        if any(x.requires_grad for x in _tensors(caches)):
-            raise _refusal(
-                decoder, "keys and values that require a gradient, as those of prefix tuning do",
-                "train adapters of another type, such as LoRA",
-                "chunks begin with token ids, so that these would get no gradient",
-            )  # fmt: skip
-        if use_cache or caches:
-            raise _refusal(decoder, "a cache together with gradients", "pass use_cache=False")
-        return False
+        # in train mode, and with outdated layers, a cache counts only if `use_cache` asks for it
+        is_asked = not (decoder.training or self.is_outdated) or given.get("use_cache") is not None
+        return is_asked and _makes_cache(decoder, given)
+
+    def _whole(self, decoder: Any, given: Mapping[str, Any], call: Callable[[], Any]) -> Any:
+        """Call the original forward, which gathers divided weights; they are divided again behind
+        the model's forward, since an optimizer would take gathered ones for parameters."""
+        ranks = self.session.ranks
+        if ranks is None or not (ranks.divides or self.is_outdated):
+            return call()
+
+        def require_trained() -> None:
+            if self.is_outdated:
+                raise _refusal(
+                    decoder, "a KV cache in a pipeline that has trained",
+                    "pass use_cache=False, or save the model and load it for generation",
+                    "each process has trained the layers of its stage alone",
+                )  # fmt: skip
+
+        try:
+            run_on_all(ranks, require_trained, "a call without chunks")
+            return call()
+        finally:
+            self.head.behind(partial(reshard, unwrapped(self.session.given)))
 
 
 def _divided(number: int, gradient: Tensor) -> Tensor:
@@ -447,11 +507,14 @@ def _with_labels(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook for evaluations: calls with labels and without gradients.
 
-    Sets use_cache=False unless the call sets it, so that the evaluation runs in chunks. Raises
-    DataError for labels at padding: without a backward nothing else would detect them.
+    Sets use_cache=False unless the call sets it, so that the evaluation runs in chunks. Notes
+    labels at padding, which the decoder's call refuses, on all processes: without a backward
+    nothing else would detect them.
     """
     decoder: Any = decoder_of(model)
     in_chunks: ChunkedForward | None = decoder.__dict__.get(_FORWARD)
+    if in_chunks is not None:
+        in_chunks.head.reads_padding = False
     given = _named(model, args, kwargs)
     labels, mask = given.get("labels"), given.get("attention_mask")
     if (
@@ -463,13 +526,12 @@ def _with_labels(
         given = {**given, "use_cache": False}
     if in_chunks.is_plain(decoder, given):
         return None
-    if (
+    in_chunks.head.reads_padding = (
         model.get_output_embeddings() is not None  # else labels are not next tokens
         and isinstance(labels, Tensor) and isinstance(mask, Tensor)
         and labels.ndim == 2 and labels.shape == mask.shape
-        and labels_of_padding(labels, mask)
-    ):  # fmt: skip
-        raise padding_read("a loss")
+        and bool(labels_of_padding(labels, mask))
+    )  # fmt: skip
     return (), given
 
 
@@ -479,7 +541,7 @@ def _refuse_by_itself(decoder: Any, module: nn.Module, _: Any) -> None:
     in_chunks: ChunkedForward | None = decoder.__dict__.get(_FORWARD)
     if in_chunks is None or in_chunks.head.is_entered or in_chunks.session.state.is_inside:
         return
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or in_chunks.is_outdated:
         raise ConfigError(
             given=f"a {type(module).__name__} outside the decoder, called by itself on several "
             "processes",
@@ -491,10 +553,25 @@ def _refuse_by_itself(decoder: Any, module: nn.Module, _: Any) -> None:
         )
 
 
+def _refuse_caches(decoder: Any, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a cache in a call with gradients."""
+    caches = _caches(given)
+    if any(x.requires_grad for x in _tensors(caches)):
+        raise _refusal(
+            decoder, "keys and values that require a gradient, as those of prefix tuning do",
+            "train adapters of another type, such as LoRA",
+            "chunks begin with token ids, so that these would get no gradient",
+        )  # fmt: skip
+    if given.get("use_cache") or caches:
+        raise _refusal(decoder, "a cache together with gradients", "pass use_cache=False")
+
+
 def _refusal(decoder: Any, what: str, change: str, why: str | None = None) -> ConfigError:
+    in_chunks: ChunkedForward | None = decoder.__dict__.get(_FORWARD)
+    is_whole = in_chunks is None or in_chunks.session.ranks is None
     return ConfigError(
         given=f"{type(decoder).__name__} called with {what}" + (f": {why}" if why else ""),
         required="input_ids, attention_mask and position_ids of shape (B, T), without a cache",
         source="a call of a model that furlong.chunked has changed",
-        change=f"{change}, or furlong.unchunked(model)",
+        change=change + ", or furlong.unchunked(model)" * is_whole,
     )

@@ -234,6 +234,75 @@ def test_heads_routers_and_what_comes_between_calls() -> None:
     run_all(heads, calls_between, num_ranks=2, limit_s=120)
 
 
+def moved(model: Any, batch: dict[str, Tensor]) -> bool:
+    """Whether an optimizer that is made now trains the model's weights."""
+    before = [whole(p.detach()).clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    log_probs(model, batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    return any(
+        not torch.equal(whole(p), x) for p, x in zip(model.parameters(), before, strict=True)
+    )
+
+
+def generations(rank: int) -> None:
+    """Weights are divided behind a generation, and one process alone cannot make it."""
+    model = furlong.chunked(llama(), OPTIONS, ranks=make_ranks(2, 1, 1, "cpu"))
+    batch, settings = batch_of(0, 0), {"max_new_tokens": 2, "do_sample": False}
+    with pytest.raises(ConfigError, match="process 0 in a call without chunks; process 1 in a"):
+        if rank == 0:
+            model.generate(batch["input_ids"], **settings)
+        dpo(model, model, batch).backward()
+    tokens = model.generate(batch["input_ids"], **settings)
+    assert torch.equal(tokens, llama().generate(batch["input_ids"], **settings))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert moved(model, batch)
+
+
+def pipelines(rank: int) -> None:
+    """Behind a step of a pipeline only calls in chunks see the weights of all stages."""
+    ranks = make_ranks(1, 1, 2, "cpu")
+    model, truth, batch = (
+        furlong.chunked(tied_llama(), OPTIONS, ranks=ranks),
+        tied_llama(),
+        batch_of(0, 0),
+    )
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        logits = truth(ids).logits
+        torch.testing.assert_close(model.eval()(ids).logits, logits, rtol=1e-10, atol=1e-10)
+    engine = furlong.Engine(model, ranks=ranks)
+    for own in (model, truth):
+        optimizer = torch.optim.AdamW(own.train().parameters(), 1e-2)
+        for _ in range(2):
+            (50 * log_probs(own, batch).sum()).backward()
+            if own is truth:
+                norm = torch.nn.utils.clip_grad_norm_(own.parameters(), 0.5)
+            else:
+                found = engine.clip_gradients(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found == pytest.approx(float(norm), rel=BOUND)
+    with torch.no_grad():
+        logits = truth.eval()(ids).logits
+        torch.testing.assert_close(model.eval()(ids).logits, logits, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ConfigError, match="in a pipeline that has trained"):
+        model.generate(ids, max_new_tokens=2)
+    with pytest.raises(ConfigError, match="a Linear outside"), torch.no_grad():
+        model.lm_head(torch.zeros(1, 32, dtype=torch.float64))
+    with pytest.raises(ConfigError, match="with 2 pipeline stages"):
+        furlong.chunked(model, OPTIONS, ranks=ranks, reduction="mean")
+    with pytest.raises(ConfigError, match="2 processes train"):
+        furlong.unchunked(model)
+
+
+@pytest.mark.parametrize("calls", [generations, pipelines])
+def test_calls_without_gradients_leave_weights_that_train(calls: Any) -> None:
+    run_ranks(calls, num_ranks=2)
+
+
 def refusals(rank: int) -> None:
     model = llama()
     hold(model, placeholders(model, range(2) if rank == 0 else range(2, 3)))
@@ -245,6 +314,15 @@ def refusals(rank: int) -> None:
     with pytest.raises(ConfigError, match="ranks and a process_group"):
         furlong.chunked(llama(), OPTIONS, ranks=ranks, process_group=ranks.group)
     model = furlong.chunked(llama(), OPTIONS, ranks=ranks)
+    with pytest.raises(ConfigError, match="divided among"):
+        furlong.chunked(model, furlong.ChunkOptions(size=4), ranks=make_ranks(2, 1, 1, "cpu"))
+    labels = {"labels": batch_of(0, 0)["input_ids"], "attention_mask": torch.ones(2, 17)}
+    if rank == 0:
+        labels["attention_mask"][1, 13:] = 0
+    with torch.no_grad(), pytest.raises(ElsewhereError if rank else DataError, match="padding"):
+        model(batch_of(0, 0)["input_ids"], **labels)
+    with pytest.raises(ConfigError, match="2 processes train"):
+        furlong.unchunked(model)
     with pytest.raises(ConfigError, match="another loss on process 1"):
         (dpo(model, model, batch_of(0, 0)) * (1 + rank)).backward()
     with pytest.raises(ConfigError, match="of replica 0"):

@@ -527,7 +527,16 @@ class HFDecoder:
             if not placeholders or watch.num_returned[first] == number:
                 break
         else:
-            raise failures[0]
+            raise (
+                failures[0]
+                if failures
+                else UnsupportedModelError(
+                    given=f"{self.name}, whose layers return more than {_MOST_RETURNED} values",
+                    required="layers that return few values, which placeholders can stand for",
+                    source="the model that was passed, and its pipeline stages",
+                    change="train without pipeline stages",
+                )
+            )
         if not placeholders and not watch.mixers:
             return Probed()
         first = self.layers[self.local_layers.start]

@@ -618,7 +618,7 @@ class Session:
                 given=f"weights divided among {ranks.num_processes} processes "
                 f"for a compute_dtype of {dtype}",
                 required="an engine with the same ranks and the same compute_dtype",
-                source="an earlier furlong.Engine of this model",
+                source="an earlier furlong.Engine or furlong.chunked of this model",
                 change="pass that engine's ranks and compute_dtype, or load the model again",
             )
         whole = (name for name, p in base.named_parameters() if type(p) is nn.Parameter)
@@ -626,9 +626,9 @@ class Session:
         if put_in is not None:
             raise ConfigError(
                 given=f"the parameter {put_in}, put into a model whose weights are divided",
-                required="all parameters in the model when the engine is made",
-                source="a change of the model after furlong.Engine was made",
-                change="add adapters first, then make the engine, then the optimizer",
+                required="all parameters in the model when its weights are divided",
+                source="a change of the model after furlong.Engine or furlong.chunked",
+                change="add adapters first, then call that, then make the optimizer",
             )
 
 

@@ -215,10 +215,10 @@ class TwoSteps:
         # `_records` is equal on all processes: all or none enter the collective
         if self._records and any(n for (n,) in all_gather_ints(self._ranks, [int(has_drawn)])):
             raise ConfigError(
-                given=f"token_values on {self._ranks.num_processes} processes of a model that draws"
+                given=f"values on {self._ranks.num_processes} processes of a model that draws"
                 " random numbers in train mode (dropout, jitter or sampling)",
                 required="no draws: values are made of one forward, gradients of another",
-                source="the model's config, and the ranks of furlong.Engine",
+                source="the model's config, and the ranks",
                 change="set its dropouts, such as attention_dropout, to 0, or use one process",
             )
         found = self._of_all(self._head.finish())
@@ -576,8 +576,7 @@ def _any_trains(ranks: Ranks, trains: bool) -> bool:
     without = [str(process) for process, (records, _) in enumerate(rows) if not records]
     if 0 < len(without) < len(rows):
         raise ConfigError(
-            given=f"token_values under torch.no_grad on process {', '.join(without)}, and not on "
-            "others",
+            given=f"values under torch.no_grad on process {', '.join(without)}, and not on others",
             required="the same on all: a backward is one of all processes",
             source="the caller's code on each process",
             change="enter torch.no_grad on all processes, or on none",

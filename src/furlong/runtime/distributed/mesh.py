@@ -216,7 +216,7 @@ def ranks_given(
         raise ConfigError(
             given="ranks and a process_group",
             required="one of them",
-            source="the arguments of furlong.Engine",
+            source="the arguments of the call",
             change="leave process_group out: the ranks have their own groups",
         )
     if process_group is not None:
@@ -226,7 +226,7 @@ def ranks_given(
             raise ConfigError(
                 given="offload_weights without ranks and without a process_group",
                 required="one of them: FSDP2 brings weights from CPU memory, on one process too",
-                source="the arguments of furlong.Engine",
+                source="the arguments of the call",
                 change="pass process_group=dist.group.WORLD behind dist.init_process_group(), or "
                 "leave offload_weights out",
             )
