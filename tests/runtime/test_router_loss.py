@@ -66,6 +66,10 @@ def plain(model: Any, batch: list[dict[str, Tensor]]) -> tuple[float, float, dic
     # transformers rounds the cross-entropy to float32
     loss = cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     loss = loss + COEFFICIENT * out.aux_loss
+    z_coefficient = getattr(model.config, "router_z_loss_coef", 0.0)
+    rows = mask.flatten().bool()
+    z_loss = torch.cat([x[rows].logsumexp(-1).square() for x in out.router_logits]).mean()
+    loss = loss + z_coefficient * z_loss
     loss.backward()
     return float(loss.detach()), float(out.aux_loss.detach()), take_grads(model)
 
@@ -78,6 +82,7 @@ def plain(model: Any, batch: list[dict[str, Tensor]]) -> tuple[float, float, dic
         ("qwen3_moe", {"decoder_sparse_step": 2}, furlong.ChunkOptions(size=64)),
         ("gpt_oss", {"lora": True}, furlong.ChunkOptions(size=8, recompute_layers=2)),
         ("olmoe", {"num_experts": 8}, furlong.ChunkOptions(size=8, order="layer-first")),
+        ("mixtral", {"router_z_loss_coef": 0.3}, OPTIONS),
     ],
 )
 def test_a_step_is_that_of_the_plain_model(
@@ -88,7 +93,8 @@ def test_a_step_is_that_of_the_plain_model(
     result = furlong.forward_backward(model, sequences(), options)
     assert worst_relative_error(take_grads(model), truth) <= BOUND
     assert result.loss == pytest.approx(loss, rel=BOUND)
-    assert result.metrics == {"aux_loss": pytest.approx(aux_loss, rel=BOUND)}
+    assert result.metrics["aux_loss"] == pytest.approx(aux_loss, rel=BOUND)
+    assert ("z_loss" in result.metrics) == ("router_z_loss_coef" in changes)
     evaluated = furlong.forward_backward(model, sequences(), options, backward=False)
     assert evaluated.loss == pytest.approx(loss, rel=BOUND)
 
@@ -147,9 +153,10 @@ def on_ranks(rank: int, sizes: tuple[int, int, int], build_model: Callable[[], A
 
 
 def four_processes(rank: int) -> dict[str, float]:
+    routed = {"router_z_loss_coef": 0.3}
     return {
         "dp 2 x sp 2": on_ranks(rank, (2, 2, 1), lambda: balanced("mixtral")),
-        "sp 2 x pp 2": on_ranks(rank, (1, 2, 2), lambda: balanced("qwen3_moe")),
+        "sp 2 x pp 2": on_ranks(rank, (1, 2, 2), lambda: balanced("qwen3_moe", **routed)),
         "dp 2 x pp 2": on_ranks(rank, (2, 1, 2), lambda: balanced("gpt_oss", lora=True)),
     }
 

@@ -77,6 +77,7 @@ from furlong.models.quantized import (
     settle,
 )
 from furlong.models.rope import apply_rope, check_length, check_rope
+from furlong.models.routers import COEFFICIENT, Z_COEFFICIENT
 from furlong.models.shrink import own_key
 from furlong.models.support import refuse_config
 from furlong.ops.backends.select import is_of_machine, is_out_of_memory
@@ -889,7 +890,9 @@ def apply_changes(config: Any, changes: Mapping[str, Any]) -> list[str]:
     Keys are those of the decoder or else of the whole model, nested by dots or as mappings. Raises
     ConfigError for a key that the config does not have, and for a value of another type.
     """
-    said = []
+    said, text = [], config.get_text_config()
+    if Z_COEFFICIENT in changes and hasattr(text, COEFFICIENT) and not hasattr(text, Z_COEFFICIENT):
+        setattr(text, Z_COEFFICIENT, 0.0)  # furlong computes it
     for key, value in _leaves(changes):
         *outer, name = key.split(".")
         roots = config.get_text_config(), config

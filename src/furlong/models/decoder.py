@@ -602,11 +602,11 @@ class HFDecoder:
 
     @property
     def router_rule(self) -> RouterRule | None:
-        """The router loss that the model adds to its cross-entropy, or None."""
+        """The losses of routers that are added to the cross-entropy, or None."""
         if not getattr(self.config, ROUTER_LOGITS, False):
             return None
         rule = rule_of(self.base)
-        if rule is None or not rule.coefficient:
+        if rule is None or not (rule.coefficient or rule.z_coefficient):
             return None
         return rule if answers_of(self.base).adds_router_loss else None
 

@@ -1,4 +1,4 @@
-"""Router logits of mixtures of experts: the load-balancing loss of a step, and outputs of a call.
+"""Router logits of mixtures of experts: the router losses of a step, and outputs of a call.
 
 The loss of transformers averages over all tokens of a batch and over all routers. For E experts, of
 which each token chooses k,
@@ -8,7 +8,8 @@ which each token chooses k,
 with f_e the mean number of times that a token chooses expert e (no gradient), and p_e its mean
 probability. Once f is known, the loss is a sum over chunks. So a step first evaluates its batch for
 f (`RouterLoads`), on any layout; the backward of each chunk then adds the loss's gradient at its
-router logits. A batch is all sequences of one step, on all processes.
+router logits. A batch is all sequences of one step, on all processes. The z-loss of a config with
+`router_z_loss_coef` is the mean square of log-sum-exps, over the same tokens and routers.
 
     T tokens of a chunk, E experts
 """
@@ -53,12 +54,14 @@ class RouterLoads:
     """Tokens times routers."""
     aux_loss: float
     """The load-balancing loss, without its coefficient."""
+    z_loss: float
+    """The z-loss, without its coefficient."""
     num_labels: int
     """Labels of the batch, by which its loss counts where several batches add up."""
 
 
 class RouterLoss:
-    """The load-balancing loss of one step. Implements `Routing`."""
+    """The router losses of one step. Implements `Routing`."""
 
     def __init__(
         self, rule: RouterRule, device: torch.device, loads: RouterLoads | None, divisor: int
@@ -69,8 +72,8 @@ class RouterLoss:
             divisor: Tokens that the step's summed loss is divided by.
         """
         self._rule, self.loads, self._divisor = rule, loads, divisor
-        self._sums = torch.zeros(2 * rule.num_experts + 1, dtype=torch.float64, device=device)
-        """Choices of each expert, probabilities of each expert, and rows."""
+        self._sums = torch.zeros(2 * rule.num_experts + 2, dtype=torch.float64, device=device)
+        """Sums as of `RouterRule.sums`."""
 
     def meet(self, router: str, logits: Tensor, rows: ChunkRows) -> None:
         if self.loads is None:
@@ -79,12 +82,15 @@ class RouterLoss:
     def gradient(self, router: str, logits: Tensor, rows: ChunkRows) -> Tensor:
         loads, rule = self.loads, self._rule
         assert loads is not None, "a step with gradients begins with an evaluation"
-        factor = rule.coefficient * loads.num_labels / self._divisor
-        factor *= rule.num_experts / loads.num_rows
+        share = loads.num_labels / self._divisor / loads.num_rows
         # without autograd: a checkpoint counts what its layers save
-        weights = logits.detach().softmax(-1)
-        slopes = (loads.fractions * factor).to(weights).expand_as(weights)
+        logits = logits.detach()
+        weights = logits.softmax(-1)
+        slopes = loads.fractions * (rule.coefficient * rule.num_experts * share)
+        slopes = slopes.to(weights).expand_as(weights)
         found = torch.ops.aten._softmax_backward_data(slopes, weights, -1, weights.dtype)
+        if rule.z_coefficient:
+            found += weights * logits.logsumexp(-1, keepdim=True) * (2 * rule.z_coefficient * share)
         return found.to(logits.dtype)  # type: ignore[no-any-return]
 
     def total(self, num_labels: int, add_up: Callable[[Tensor], Tensor]) -> float:
@@ -96,10 +102,19 @@ class RouterLoss:
             num_rows = float(sums[-1])
             if not num_rows:
                 raise _refusal(rule, "no router in the model's layers", "use a model with experts")
-            fractions, of_experts = (sums[:-1] / num_rows).split(rule.num_experts)
+            fractions, of_experts, squares = rule.means(sums)
             aux_loss = rule.num_experts * float(fractions @ of_experts)
-            self.loads = RouterLoads(fractions, num_rows, aux_loss, num_labels)
-        return rule.coefficient * self.loads.aux_loss * num_labels
+            self.loads = RouterLoads(fractions, num_rows, aux_loss, float(squares), num_labels)
+        loads = self.loads
+        loss = rule.coefficient * loads.aux_loss + rule.z_coefficient * loads.z_loss
+        return loss * num_labels
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The losses without their coefficients, by name."""
+        assert self.loads is not None
+        z_loss = {"z_loss": self.loads.z_loss} if self._rule.z_coefficient else {}
+        return {"aux_loss": self.loads.aux_loss} | z_loss
 
 
 def router_loss(

@@ -395,7 +395,7 @@ def take_step(
         loss_sum / divisor, loss_sum, num_labels, timeline, losses, plan,
         cpu_bytes=pools.peak_bytes("cpu"), disk_bytes=pools.peak_bytes("disk"),
         has_drawn=executor.has_drawn, attention=tally.taken(), loads=loads,
-        metrics={} if loads is None else {"aux_loss": loads.aux_loss},
+        metrics={} if routing is None else routing.metrics,
     )  # fmt: skip
 
 
