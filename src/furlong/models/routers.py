@@ -37,13 +37,13 @@ class RouterRule:
     """The losses of a model's routers: their coefficients, and the experts."""
 
     coefficient: float
-    """Of the load-balancing loss."""
+    """Factor of the load-balancing loss."""
     num_experts: int
     top_k: int
     """Experts that each token chooses."""
     z_coefficient: float = 0.0
-    """Of the z-loss: the mean square of log-sum-exps (Zoph et al., ST-MoE, 2022, equation 5), over
-    all tokens and routers."""
+    """Factor of the z-loss, the mean square of log-sum-exps over all tokens and routers (Zoph et
+    al., ST-MoE, 2022, equation 5)."""
 
     def loss(self, logits: Iterable[Tensor]) -> Tensor:
         """Return the load-balancing loss, without its coefficient, of the logits (T, E) of each
