@@ -281,9 +281,11 @@ class OutputHead:
 
     def _output(self, index: int, like: Tensor) -> Tensor:
         """Return the tensor that collects the outputs of sequence `index`. The first call creates
-        zeros for all sequences, with the dtype and trailing shape of `like`."""
+        zeros for all sequences that this process was given, with the dtype and trailing shape of
+        `like`."""
         if not self._outputs:
-            self._outputs = [like.new_zeros((n, *like.shape[1:])) for n in self._batch.seq_lens]
+            given = self._batch.sequences  # those of other replicas are empty
+            self._outputs = [like.new_zeros((len(s.input_ids), *like.shape[1:])) for s in given]
         return self._outputs[index]
 
     def _projected(self, hidden: Tensor) -> Tensor:

@@ -157,9 +157,11 @@ class RouterOutputs:
         The caller sets it before the backward."""
 
     def meet(self, router: str, logits: Tensor, rows: ChunkRows) -> None:
+        if self.cotangents:  # a forward before the backward, of which nothing is output
+            return
         if router not in self._outputs:
-            lens, width = self._batch.seq_lens, logits.shape[1]
-            self._outputs[router] = [logits.new_zeros((n, width)) for n in lens]
+            given, width = self._batch.sequences, logits.shape[1]  # those of others are empty
+            self._outputs[router] = [logits.new_zeros((len(s.input_ids), width)) for s in given]
         for index, run, row in self._batch.runs(rows):
             self._outputs[router][index][run.start : run.stop] = logits[row : row + len(run)]
 

@@ -221,11 +221,11 @@ class TwoSteps:
                 source="the model's config, and the ranks",
                 change="set its dropouts, such as attention_dropout, to 0, or use one process",
             )
-        found = self._of_all(self._head.finish())
+        found = self._of_replica(self._head.finish())
         if self._head.routing is not None:
             routed = self._head.routing.finish()
             for router in self._routers:
-                found += self._of_all(routed.get(router, ()))
+                found += self._of_replica(routed.get(router, ()))
         self._like = [own.to("meta") for own in found]
         return found + [whole_weight(weight, self._ranks) for weight in self.outside]
 
@@ -317,10 +317,11 @@ class TwoSteps:
             self._session, plan, self._batch, 1, self._watch, head=lambda *_: self._head
         ).has_drawn
 
-    def _of_all(self, found: Sequence[Tensor]) -> list[Tensor]:
-        """Sum the tensors `found` over all processes, and return those of this replica's sequences.
-        `found` has one output for each sequence, with zeros for tokens that another process
-        computed. Pass an empty list on a process that computed no output."""
+    def _of_replica(self, found: Sequence[Tensor]) -> list[Tensor]:
+        """Sum the tensors `found` over the processes of this replica, and return those of its
+        sequences. `found` has one output for each sequence, with zeros for tokens that another
+        process computed. Pass an empty list on a process that computed no output. A collective of
+        all processes."""
         form = (_DTYPES.index(found[0].dtype), *found[0].shape[1:], 0)[:2] if found else (-1, -1)
         forms = {tuple(form) for form in all_gather_ints(self._ranks, form)} - {(-1, -1)}
         if len(forms) > 1:
@@ -332,14 +333,16 @@ class TwoSteps:
                 change="pass the same fn on all processes",
             )
         ((dtype, columns),) = forms
-        outputs = []
-        for i, num_tokens in enumerate(self._batch.seq_lens):
-            shape = (num_tokens, columns)[: 2 if columns else 1]
+        ranks, outputs = self._ranks, []
+        groups = [ranks.place_groups[ranks.sp]] if ranks.sp > 1 else []
+        groups += [ranks.mesh["pp"].get_group()] if ranks.pp > 1 else []
+        for i in self._own:
+            shape = (self._batch.seq_lens[i], columns)[: 2 if columns else 1]
             device = self._session.model.device
             own = found[i] if found else torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
-            dist.all_reduce(own, group=self._ranks.group)
-            if i in self._own:
-                outputs.append(own)
+            for group in groups:
+                dist.all_reduce(own, group=group)
+            outputs.append(own)
         return outputs
 
 
