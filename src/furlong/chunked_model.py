@@ -263,7 +263,7 @@ class WholeHead:
             self._stack.close()
         self._stack = None
 
-    def behind(self, call: Callable[[], None]) -> None:
+    def after(self, call: Callable[[], None]) -> None:
         """Make a call when the model's forward ends; at once, outside of it."""
         if self._stack is None:
             call()
@@ -379,7 +379,7 @@ class ChunkedForward:
         return is_asked and _makes_cache(decoder, given)
 
     def _whole(self, decoder: Any, given: Mapping[str, Any], call: Callable[[], Any]) -> Any:
-        """Call the original forward, which gathers divided weights; they are divided again behind
+        """Call the original forward, which gathers divided weights; they are divided again after
         the model's forward, since an optimizer would take gathered ones for parameters."""
         ranks = self.session.ranks
         if ranks is None or not (ranks.divides or self.is_outdated):
@@ -397,7 +397,7 @@ class ChunkedForward:
             run_on_all(ranks, require_trained, "a call without chunks")
             return call()
         finally:
-            self.head.behind(partial(reshard, unwrapped(self.session.given)))
+            self.head.after(partial(reshard, unwrapped(self.session.given)))
 
 
 def _divided(number: int, gradient: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed.sharded_cases import adapted_llama, llama, tied_llama
 from helpers.ranks import run_all, run_ranks
 from helpers.tiny_families import build
@@ -257,6 +258,11 @@ def generations(rank: int) -> None:
         dpo(model, model, batch).backward()
     tokens = model.generate(batch["input_ids"], **settings)
     assert torch.equal(tokens, llama().generate(batch["input_ids"], **settings))
+    with torch.no_grad():  # replicas that end at unlike lengths
+        own = batch_of(rank, 0)["input_ids"][:, : 9 + rank]
+        settings["max_new_tokens"] += rank
+        tokens = model.generate(own, **settings, synced_gpus=True)
+        assert torch.equal(tokens, llama().generate(own, **settings))
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert moved(model, batch)
 
@@ -284,7 +290,17 @@ def pipelines(rank: int) -> None:
                 found = engine.clip_gradients(0.5)
             optimizer.step()
             optimizer.zero_grad()
+        if own is model:
+            kept = optimizer
     assert found == pytest.approx(float(norm), rel=BOUND)
+    # as docs/python.md saves it
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    trained = {n: state[n] for n, p in model.named_parameters() if p in kept.state}
+    parts = [trained] * 2
+    dist.all_gather_object(parts, trained)
+    state |= parts[0] | parts[1]
+    for name, x in truth.named_parameters():
+        torch.testing.assert_close(state[name], x.detach(), rtol=1e-10, atol=1e-10)
     with torch.no_grad():
         logits = truth.eval()(ids).logits
         torch.testing.assert_close(model.eval()(ids).logits, logits, rtol=1e-10, atol=1e-10)
