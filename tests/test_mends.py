@@ -385,6 +385,7 @@ def _rows() -> Iterator[tuple[str, Run]]:
         "pairs": pairs,
         "another base": {"model.rope": {"rope_type": "default", "rope_theta": 1e6}},
         "nothing longer": {"data.eval": "books"},
+        "a share": {"data.train": "books", "data.eval_share": 0.5},
     }
     for name, keys in of_ropes.items():
         yield f"rope: {name}", Run(keys, "rope")

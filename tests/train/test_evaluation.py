@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -175,13 +177,16 @@ def test_loss_beyond_the_trained_length_is_beside_that_of_the_same_sequences() -
     ("rises", "position"),
     [
         ((0.0, 0.0, 0.01, -0.01, 0.01), None),  # by chance alone
-        ((0.0, 0.3, 0.3, 0.3, -0.1), None),  # not to the end
+        ((0.0, 0.3, 0.3, 0.3, -0.1), 50),  # and falls below at the end
+        ((0.0, -0.1, 0.0, 0.3, -0.1), 70),
+        ((0.0, 0.03, 0.03, -0.01, 0.03), 50),  # by all that follow
+        ((0.0, 0.0, math.nan, 0.0, 0.0), 60),
         ((0.0, -0.01, 0.02, 0.4, 0.9), 60),
         ((0.0, 0.3, 0.3, 0.3, -0.01), 50),  # the last by chance
         ((0.5, 0.05, 0.05, 0.05, 0.05), 50),  # what lies within the trained length is not asked
     ],
 )
-def test_the_loss_rises_from_where_it_stays_above_that_of_trained_positions(
+def test_the_loss_rises_from_where_a_run_of_spans_is_above_the_trained_positions(
     rises: tuple[float, ...], position: int | None
 ) -> None:
     spans = tuple(

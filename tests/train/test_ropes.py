@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,14 @@ import pytest
 import torch
 from helpers.launched import Launched
 from helpers.tiny_runs import TinyRun, run_command
+from ruamel.yaml import YAML
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from furlong.cli.main import main
 from furlong.config.sources import build_run
+from furlong.errors import ConfigError
+from furlong.models.build import read_config
 from furlong.models.rope import ropes_to_try
 from furlong.report.beyond import Beyond, PositionSpan, TriedRope, chosen_rope, format_ropes
 from furlong.train.processes import ALONE
@@ -127,6 +133,8 @@ def beyond(*rises: float) -> Beyond:
     ("losses", "told"),
     [
         ({1: (0, 0, 0, 0)}, "own RoPE holds to 90 tokens"),
+        ({1: (0, nan, 0, 0), 2: (0, 0, 0, 0)}, "model.rope: {rope_type: yarn, factor: 2}"),
+        ({1: (0, 0.1, -1, -1), 2: (0, 0, 0, 0)}, "mean loss of 2.000 is not below the 1.620"),
         ({1: (0, 1, 1, 1), 2: (0, 0, 0, 0)}, "model.rope: {rope_type: yarn, factor: 2}"),
         (  # the lower mean loss, of those that hold
             {1: (0, 1, 1, 1), 2: (0, 0, 0, 0), 4: (0, -0.1, 0, 0), 8: (-1, -1, 0, 1)},
@@ -147,6 +155,58 @@ def test_the_rope_that_is_named_holds_to_the_end(
     ]  # fmt: skip
     assert told in chosen_rope(tried, 90)
     assert len(format_ropes(tried, 90).splitlines()) == 2 + len(tried)
+
+
+def test_the_positions_that_are_named_for_the_own_rope_are_accepted(tiny_run: TinyRun) -> None:
+    said = chosen_rope([TriedRope(None, 1, 50, beyond(0, 0, 0, 0))], 90)
+    folder, values = str(tiny_run.folder / "model"), YAML(typ="safe").load(said.splitlines()[-1])
+    with pytest.raises(ConfigError):
+        read_config(folder, changes={"max_position_embeddings": 50}, max_seq_len=90)
+    read_config(folder, changes=values["model.config"], max_seq_len=90)
+
+
+def test_the_cost_is_over_all_compared_sequences() -> None:
+    own = beyond(0, 1, 1, 1)
+    dearer = [replace(own.spans[0], trained_loss=2.25), *own.spans[1:]]
+    tried = [
+        TriedRope(rope, factor, 100, Beyond(50, tuple(spans)))
+        for rope, factor, spans in ((None, 1, own.spans), ({"rope_type": "yarn"}, 2, dearer))
+    ]
+    assert format_ropes(tried, 90).splitlines()[-1].split()[3:5] == ["2.250", "+0.250"]
+
+
+LATE = [{"prompt": "a b " * SHORT, "completion": "c d"}] * 3
+NONE = [
+    {"input_ids": [5] * n, "labels": [-100] * (n - 1) + [last]} for n, last in ((99, -100), (9, 5))
+]
+
+
+@pytest.mark.parametrize("records", [LATE, NONE], ids=["late", "none"])
+def test_labels_on_one_side_alone_are_refused(
+    tiny_run: TinyRun, tmp_path: Path, capsys: Any, records: list[dict[str, Any]]
+) -> None:
+    """The answers begin beyond the trained positions; the longer sequences have no labels."""
+    file = run_file(tiny_run, tmp_path)
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, records)))
+    path = str(tmp_path / "answers.jsonl")
+    flags = ["--factors", "2", f'--data.eval=["{path}"]', f"--data.max_seq_len={16 * SHORT}"]
+    assert main(["rope", str(file), *flags]) == 2
+    assert "labels both within and beyond" in capsys.readouterr().err
+
+
+def test_factors_below_the_trained_positions_are_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
+    folder = tmp_path / "scaled"
+    shutil.copytree(tiny_run.folder / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = LLAMA3 | {"rope_theta": 1e4, "original_max_position_embeddings": SHORT // 16}
+    changes = {"rope_parameters": rope, "max_position_embeddings": SHORT}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    file = run_file(tiny_run, tmp_path, name=str(folder), config={})
+    run = build_run(json.loads(file.read_text()), "a test")
+    with pytest.raises(ConfigError) as error:
+        try_ropes(run, (2, 4, 16), ALONE)
+    assert "2 (8), 4 (16)" in error.value.given
+    assert error.value.change == "choose factors of 8 or more"
 
 
 def llama(positions: int, **rope: Any) -> LlamaConfig:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = (
     "Evaluate the held-out data of a run (data.eval) that is longer than its model's positions,"
     " with the model's own RoPE and with larger factors, by default of YaRN. Print to which length"
-    " the loss of each holds, and which to write into the run file. Nothing is trained or written."
+    " the loss of each holds, and which to write into the run file. Nothing is trained, and no run"
+    " folder is made."
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from furlong.report.text import align
 from furlong.units import format_count
 
 _LINE = "#3d7ac6"
+_POSITIONS = "max_position_embeddings"
 _ERRORS = 3.0
 """Standard errors by which a loss must lie above another to be called higher."""
 
@@ -53,11 +55,28 @@ class Beyond:
 
     @property
     def rises_from(self) -> int | None:
-        """The first position beyond the trained length from which on the loss is higher than at
-        the trained positions, by more than chance (see `_is_above`); None if there is none."""
+        """The first position beyond the trained length from which the loss is higher than at the
+        trained positions, by more than chance: over the spans that follow one another and are
+        higher, or over all that follow and none of which is lower (see `_is_above`). None if there
+        is none. A loss that is no number is higher."""
         outside = self.outside
-        rests = (outside[number:] for number in range(len(outside)))
-        return next((rest[0].start for rest in rests if _is_above(rest)), None)
+        for number, span in enumerate(outside):
+            rest = outside[number:]
+            run = list(takewhile(_is_higher, rest))
+            if run and (_is_above(run) or _is_above(rest)):
+                return span.start
+        return None
+
+    @property
+    def unseen_rise(self) -> float:
+        """The largest rise of the loss in the last span that would pass for chance."""
+        last = self.spans[-1]
+        return _ERRORS * math.hypot(last.loss_error, last.trained_error)
+
+    @property
+    def trained_loss(self) -> float:
+        """Mean loss of the trained positions, in all sequences with tokens in the first span."""
+        return self.spans[0].trained_loss
 
 
 def beyond_in_words(beyond: Beyond) -> str:
@@ -98,20 +117,21 @@ class TriedRope:
 def format_ropes(tried: Sequence[TriedRope], longest: int) -> str:
     """Return a title, then a table with a row per RoPE, the model's own first. `longest`: tokens of
     the longest sequence."""
-    own, trained = tried[0].beyond.spans[-1], tried[0].beyond.trained_tokens
+    own, trained = tried[0].beyond, tried[0].beyond.trained_tokens
     title = f"loss of held-out sequences longer than {trained:,} tokens, by the factor of RoPE"
     if kinds := {str(each.rope["rope_type"]) for each in tried if each.rope is not None}:
         title += f" ({', '.join(kinds)}), untrained"
     rows = [
         ["factor", "positions", "holds to", f"at {trained // 2:,} to {trained - 1:,}", "cost",
-         f"at {own.start:,} to {longest - 1:,}", "mean"]
+         f"at {own.spans[-1].start:,} to {longest - 1:,}", "mean"]
     ]  # fmt: skip
     for each in tried:
         last, rises_from = each.beyond.spans[-1], each.beyond.rises_from
         rows.append(
             [each.name, f"{each.positions:,}",
-             "the end" if rises_from is None else f"{rises_from:,}", f"{last.trained_loss:.3f}",
-             f"{last.trained_loss - own.trained_loss:+.3f}" * (each.rope is not None),
+             "the end" if rises_from is None else f"{rises_from:,}",
+             f"{each.beyond.trained_loss:.3f}",
+             f"{each.beyond.trained_loss - own.trained_loss:+.3f}" * (each.rope is not None),
              f"{last.loss:.3f}", f"{each.mean:.3f}"]
         )  # fmt: skip
     return "\n".join([title, *align(rows, left=("factor",))])
@@ -119,19 +139,29 @@ def format_ropes(tried: Sequence[TriedRope], longest: int) -> str:
 
 def chosen_rope(tried: Sequence[TriedRope], longest: int) -> str:
     """Return in words the RoPE to write into the run file: of those with positions for the longest
-    sequence, `longest` tokens, whose loss does not rise, the one with the lowest mean loss."""
+    sequence, `longest` tokens, whose loss does not rise, the one with the lowest mean loss, if that
+    is below the mean with the model's own RoPE."""
     own, *others = tried
     if own.beyond.rises_from is None:
-        return f"the model's own RoPE holds to {longest:,} tokens: it needs no model.rope"
+        needs = "it needs no model.rope"
+        if own.positions < longest:
+            needs += f"; write into the run file:\nmodel.config: {{{_POSITIONS}: {longest}}}"
+        return f"the model's own RoPE holds to {longest:,} tokens{_as_far_as(own)}: {needs}"
     holding = [x for x in others if x.beyond.rises_from is None and x.positions >= longest]
     if holding:
         best = min(holding, key=lambda each: each.mean)
         why = ", of those that do with the lowest mean loss" * (len(holding) > 1)
-        cost = best.beyond.spans[-1].trained_loss - own.beyond.spans[-1].trained_loss
+        holds = f"factor {best.name} holds to {longest:,} tokens{_as_far_as(best)}{why}"
+        if best.mean >= own.mean:
+            return (
+                f"{holds}; but its mean loss of {best.mean:.3f} is not below the {own.mean:.3f} of"
+                " the model's own RoPE: try others (--factors), or train on sequences of that"
+                " length"
+            )
+        cost = best.beyond.trained_loss - own.beyond.trained_loss
         return (
-            f"factor {best.name} holds to {longest:,} tokens{why}; untrained, it adds {cost:.3f}"
-            " to the loss of trained positions; write into the run file:"
-            f"\nmodel.rope: {in_yaml(best.rope)}"
+            f"{holds}; untrained, it adds {cost:.3f} to the loss of trained positions; write into"
+            f" the run file:\nmodel.rope: {in_yaml(best.rope)}"
         )
     furthest = max(tried, key=lambda each: (each.beyond.rises_from or longest, -each.mean))
     reached = furthest.beyond.rises_from or longest
@@ -140,6 +170,11 @@ def chosen_rope(tried: Sequence[TriedRope], longest: int) -> str:
         f" holds furthest, to {reached:,}: try others (--factors), or train on"
         " sequences of that length"
     )
+
+
+def _as_far_as(tried: TriedRope) -> str:
+    start, least = tried.beyond.spans[-1].start, tried.beyond.unseen_rise
+    return f" (from {start:,} on a rise below {least:.3f} would not show)"
 
 
 def save_beyond_picture(
@@ -207,12 +242,14 @@ def save_beyond_picture(
     figure.savefig(path, dpi=150)
 
 
+def _is_higher(span: PositionSpan) -> bool:
+    return not span.loss <= span.trained_loss  # higher, or no number
+
+
 def _is_above(spans: Sequence[PositionSpan]) -> bool:
-    """Return whether the first span has a higher loss than the trained positions, and all
-    together by more than chance, and none a lower one by more than chance."""
-    if spans[0].loss <= spans[0].trained_loss or any(
-        each.loss + _ERRORS * each.loss_error < each.trained_loss for each in spans
-    ):
+    """Return whether all spans together have a higher loss than the trained positions by more than
+    chance, and none a lower one by more than chance. A loss that is no number is higher."""
+    if any(each.loss + _ERRORS * each.loss_error < each.trained_loss for each in spans):
         return False
     total = sum(each.num_valid_tokens for each in spans)
     shares = [each.num_valid_tokens / total for each in spans]
@@ -221,4 +258,4 @@ def _is_above(spans: Sequence[PositionSpan]) -> bool:
     )
     # the trained positions are the same for all, so their error does not average out
     errors = [share * each.loss_error for share, each in zip(shares, spans, strict=True)]
-    return rise > _ERRORS * math.hypot(*errors, max(each.trained_error for each in spans))
+    return not rise <= _ERRORS * math.hypot(*errors, max(each.trained_error for each in spans))

@@ -58,6 +58,7 @@ class Evaluation:
     """
 
     loss: float
+    """NaN without labels."""
     num_valid_tokens: int
     by_position: tuple[PositionBucket, ...] = ()
     """Ascending, without empty buckets; () for pairs."""
@@ -131,7 +132,8 @@ def evaluate(
     metrics = {name: total / num_by_name[name] for name, total in by_name.items()}
     by_position = _buckets(sums, counts.long())
     beyond = None if trained_tokens is None else _beyond(figures[128:].view(-1, 6), trained_tokens)
-    return Evaluation(loss_sum / num_terms, num_valid_tokens, by_position, metrics, beyond)
+    loss = loss_sum / num_terms if num_terms else math.nan
+    return Evaluation(loss, num_valid_tokens, by_position, metrics, beyond)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def try_ropes(
     config: RunConfig, factors: Sequence[float], processes: Processes
 ) -> tuple[list[TriedRope], int]:
     """Return the loss by position of `data.eval` with the model's own RoPE and with other factors,
-    and the tokens of the longest sequence. Nothing is trained or written. A collective.
+    and the tokens of the longest sequence. Nothing is trained. A collective.
 
     The positions that the model was trained on are those of its config, or
     `model.rope.original_max_position_embeddings`. Longer sequences are read, the others left out.
@@ -55,8 +55,7 @@ def try_ropes(
     source = processes.together(partial(check_folder, settings.name, settings.revision))
     read = partial(read_config, source, revision=settings.revision, changes=settings.config)
     whole = processes.together(read)
-    positions = processes.together(partial(_check, config, whole, known))
-    trained = min(positions, known.get("original_max_position_embeddings", positions))
+    trained = processes.together(partial(_check, config, whole, known, factors))
     plain = _run_with(config, None, trained)
     check_start(plain, processes)
     processes.together(partial(build.check_run_model, plain))
@@ -70,14 +69,16 @@ def try_ropes(
         run = _run_with(config, rope, trained)
         with patience(f"factor {factor:g}", speaks=processes.is_first):
             beyond = _beyond_of(run, data, longest, processes)
+        if beyond is None:
+            raise _too_little(trained)
         tried.append(TriedRope(rope, factor, reached, beyond))
         print(f"factor {tried[-1].name}: loss {beyond_in_words(beyond)}")
     return tried, longest
 
 
-def _check(config: RunConfig, whole: Any, known: dict[str, Any]) -> int:
-    """Return the positions of a model's config. Raises ConfigError for a model or settings with
-    which no factor can be tried."""
+def _check(config: RunConfig, whole: Any, known: dict[str, Any], factors: Sequence[float]) -> int:
+    """Return the number of positions that a model was trained on. Raises ConfigError for a model,
+    settings or factors that cannot be tried."""
     change = ""
     if config.train.is_of_pairs:
         given, required = f"train.loss = {config.train.loss}", "a loss of tokens, by position"
@@ -91,7 +92,27 @@ def _check(config: RunConfig, whole: Any, known: dict[str, Any]) -> int:
         change = "choose a model with such RoPE"
     if change:
         raise ConfigError(given=given, required=required, source="furlong rope", change=change)
-    return int(whole.get_text_config().max_position_embeddings)
+    own, *others = ropes_to_try(whole, known, factors, 0)
+    trained = int(min(own[2], known.get("original_max_position_embeddings", own[2])))
+    if short := [(factor, reached) for _, factor, reached in others if reached < trained]:
+        raise ConfigError(
+            given="factors that reach fewer positions than the model was trained on: "
+            + ", ".join(f"{factor:g} ({reached:,})" for factor, reached in short),
+            required=f"at least its {trained:,} positions",
+            source="--factors",
+            change=f"choose factors of {own[1]:g} or more",
+        )
+    return trained
+
+
+def _too_little(trained: int) -> ConfigError:
+    return ConfigError(
+        given="data.eval without enough tokens to compare, of those that the loss counts",
+        required="sequences with labels both within and beyond the trained positions:"
+        f" {trained // 2:,} to {trained - 1:,}, and from {trained:,} on",
+        source="data.eval",
+        change="choose texts, or records whose answers begin earlier and end later",
+    )
 
 
 def _run_with(config: RunConfig, rope: dict[str, Any] | None, trained: int) -> RunConfig:
@@ -106,11 +127,15 @@ def _run_with(config: RunConfig, rope: dict[str, Any] | None, trained: int) -> R
     if not longer:
         most = max(config.data.eval_by_length, default=0)
         path = (config.data.eval or config.data.train)[0].path
+        has_share = config.data.eval_share is not None
         raise ConfigError(
-            given=f"data.eval with sequences of at most {most:,} tokens",
+            given=f"data.eval with sequences of at most {most:,} tokens"
+            if most
+            else "no data.eval",
             required=f"a source of more than the {trained:,} that the model was trained on",
             source="data.eval",
-            change=f"set data.eval: [{{path: {path}, max_seq_len: {4 * trained}}}], or longer",
+            change=f"set data.eval: [{{path: {path}, max_seq_len: {4 * trained}}}]"
+            + (", and remove data.eval_share" if has_share else ", or longer"),
         )
     model = {"rope": None if rope is None else RopeConfig(**rope)}
     data = {"max_seq_len": trained, "eval": longer, "train": longer}  # data.train is not read
@@ -143,9 +168,10 @@ def _load(config: RunConfig, day: str) -> list[DataSet]:
 
 def _beyond_of(
     config: RunConfig, data: Sequence[DataSet], longest: int, processes: Processes
-) -> Beyond:
-    """Return the loss by position of the sequences that are longer than the trained ones. The model
-    is read anew: a family may use its RoPE's parameters in other modules, too."""
+) -> Beyond | None:
+    """Return the loss by position of the sequences that are longer than the trained ones; None if
+    too few have labels both within and beyond the trained positions. The model is read anew: a
+    family may use its RoPE's parameters in other modules, too."""
     launch, trained = processes.launch, config.data.max_seq_len
 
     def read() -> tuple[Storage, RunModel]:
@@ -185,5 +211,5 @@ def _beyond_of(
     del model, engine, used
     gc.collect()
     give_back_memory(run_model.device)
-    assert evaluation is not None and evaluation.beyond is not None  # nothing stops it; `_load`
+    assert evaluation is not None  # nothing stops it
     return evaluation.beyond
