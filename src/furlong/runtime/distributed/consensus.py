@@ -342,7 +342,7 @@ def require_same_loss(cotangents: Sequence[Tensor], ranks: Ranks) -> None:
                 given=f"another loss on process {process} than on process {first}, of the same "
                 "values",
                 required="one loss of all values of a replica, made by each of its processes",
-                source="the backward of token_values or hidden_states",
+                source="the backward of token_values, hidden_states or a chunked model",
                 change="make the whole loss on every process of a replica (Ranks.replica); its "
                 "gradient counts once",
             )
