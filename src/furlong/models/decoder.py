@@ -527,16 +527,13 @@ class HFDecoder:
             if not placeholders or watch.num_returned[first] == number:
                 break
         else:
-            raise (
-                failures[0]
-                if failures
-                else UnsupportedModelError(
-                    given=f"{self.name}, whose layers return more than {_MOST_RETURNED} values",
-                    required="layers that return few values, which placeholders can stand for",
-                    source="the model that was passed, and its pipeline stages",
-                    change="train without pipeline stages",
-                )
+            too_many = UnsupportedModelError(
+                given=f"{self.name}, whose layers return more than {_MOST_RETURNED} values",
+                required="layers that return few values, which placeholders can stand for",
+                source="the model that was passed, and its pipeline stages",
+                change="train without pipeline stages",
             )
+            raise next(iter(failures), too_many)
         if not placeholders and not watch.mixers:
             return Probed()
         first = self.layers[self.local_layers.start]

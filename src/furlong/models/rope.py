@@ -120,9 +120,8 @@ def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None 
         entry.clear()
         entry.update(kept | given)
     text.max_position_embeddings = positions
-    if (
-        for_all_layers(text, "head_dim", 0) is None
-    ):  # Mixtral's, which transformers' YaRN multiplies by
+    # Mixtral's is None, and transformers' YaRN multiplies by it
+    if for_all_layers(text, "head_dim", 0) is None:
         text.head_dim = text.hidden_size // text.num_attention_heads
     if hasattr(text, "original_max_position_embeddings"):
         text.original_max_position_embeddings = original  # takes precedence over rope_parameters

@@ -55,10 +55,10 @@ class Beyond:
 
     @property
     def rises_from(self) -> int | None:
-        """The first position beyond the trained length from which the loss is higher than at the
-        trained positions, by more than chance: over the spans that follow one another and are
-        higher, or over all that follow and none of which is lower (see `_is_above`). None if there
-        is none. A loss that is no number is higher."""
+        """The first position beyond the trained length at which the loss begins to rise; None if it
+        does not. It rises where it is higher than at the trained positions by more than chance
+        (`_is_above`): over this span and the following higher ones, or over this span and all later
+        ones. NaN is higher."""
         outside = self.outside
         for number, span in enumerate(outside):
             rest = outside[number:]

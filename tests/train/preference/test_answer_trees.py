@@ -59,43 +59,60 @@ def trained(engine: BatchEngine, loss: Any) -> tuple[Any, Any]:
     return evaluated, result
 
 
-def steps(rank: int, sizes: tuple[int, int, int]) -> dict[str, float]:
-    """Return the distances of weights and losses from those of one process, by loss."""
-    found, number = {}, dist.get_world_size()
+LAYOUTS = ((2, 1, 2), (2, 2, 1), (1, 2, 2))
+"""dp, sp, pp."""
+
+
+def steps(rank: int) -> dict[str, float]:
+    """Return the distances of weights from those of one process, by loss and layout."""
+    distances = {}
     for loss in (PairLoss(sft_weight=0.5), KTOLoss()):
-        truth, model = llama(), llama()
-        before = {name: p.detach().clone() for name, p in truth.named_parameters()}
+        truth = llama()
         alone = trained(BatchEngine(furlong.Engine(truth)), loss)
-        engine = BatchEngine(
-            furlong.Engine(model, ranks=make_ranks(*sizes, "cpu")),
-            Processes(Launch(rank, number, rank, number), dist.group.WORLD),
-            stages=(1, 2) if sizes[2] > 1 else (), tree_tokens=TREE_TOKENS,
-        )  # fmt: skip
-        evaluated, result = trained(engine, loss)
-        engine.close()
-        # KTO trains on one of two sequences that begin alike
-        of_step = TREES + APART if loss.name == "dpo" else [112, 90, 150, 11]
-        assert sorted(evaluated.plan.seq_lens) == sorted(TREES + APART)
-        assert sorted(result.plan.seq_lens) == sorted(of_step)
-        own = {
-            name: p.full_tensor() if isinstance(p, DTensor) else p
-            for name, p in ((name, p.detach()) for name, p in model.named_parameters())
-        }
-        moved = {name for name, p in own.items() if not torch.equal(p, before[name])}
-        names: list[Any] = [None] * number
-        dist.all_gather_object(names, moved)
-        assert set().union(*names) == set(own)
-        expected = {name: p.detach() for name, p in truth.named_parameters() if name in moved}
-        found[loss.name] = worst_relative_error({name: own[name] for name in moved}, expected)
-        for ours, theirs in zip((evaluated, result), alone, strict=True):
-            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-9)
-            assert ours.loss == pytest.approx(theirs.loss, rel=1e-12)
-    return found
+        for sizes in LAYOUTS:
+            model, results = trained_on_ranks(rank, sizes, loss)
+            distances[f"{loss.name} {sizes}"] = distance(model, truth)
+            for ours, theirs in zip(results, alone, strict=True):
+                assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-9)
+                assert ours.loss == pytest.approx(theirs.loss, rel=1e-12)
+    return distances
+
+
+def trained_on_ranks(rank: int, sizes: tuple[int, int, int], loss: Any) -> tuple[Any, Any]:
+    """Train in a layout; return the model, and what `trained` returns."""
+    model, number = llama(), dist.get_world_size()
+    engine = BatchEngine(
+        furlong.Engine(model, ranks=make_ranks(*sizes, "cpu")),
+        Processes(Launch(rank, number, rank, number), dist.group.WORLD),
+        stages=(1, 2) if sizes[2] > 1 else (), tree_tokens=TREE_TOKENS,
+    )  # fmt: skip
+    evaluated, result = trained(engine, loss)
+    engine.close()
+    # KTO trains on one of two sequences that begin alike
+    of_step = TREES + APART if loss.name == "dpo" else [112, 90, 150, 11]
+    assert sorted(evaluated.plan.seq_lens) == sorted(TREES + APART)
+    assert sorted(result.plan.seq_lens) == sorted(of_step)
+    return model, (evaluated, result)
+
+
+def distance(model: Any, truth: Any) -> float:
+    """Return the distance of those weights that this process trains; together the processes train
+    all."""
+    before = {name: p.detach() for name, p in llama().named_parameters()}
+    own = {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in ((name, p.detach()) for name, p in model.named_parameters())
+    }
+    moved = {name for name, p in own.items() if not torch.equal(p, before[name])}
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, moved)
+    assert set().union(*names) == set(own)
+    expected = {name: p.detach() for name, p in truth.named_parameters() if name in moved}
+    return worst_relative_error({name: own[name] for name in moved}, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 1), (1, 2, 2)])
-@pytest.mark.few(1)
-def test_three_steps_end_in_the_weights_of_one_process(sizes: tuple[int, int, int]) -> None:
-    for found in run_ranks(steps, sizes, num_ranks=4, limit_s=120):
-        assert max(found.values()) <= 1e-12, found
+def test_three_steps_end_in_the_weights_of_one_process() -> None:
+    for distances in run_ranks(steps, num_ranks=4, limit_s=300):
+        assert len(distances) == 2 * len(LAYOUTS)
+        assert max(distances.values()) <= 1e-12, distances
